@@ -47,7 +47,7 @@ from throughput import fill
 import kvjax
 from kvjax import PromptLookup, SelfDraft, models
 from kvjax.cache.cache import Cache, LayerCache, flushed, init
-from kvjax.evaluate.acceptance import DRAFT, acceptance
+from kvjax.evaluate.drafting import DRAFT, acceptance
 from kvjax.evaluate.provenance import digest, model_digest, provenance
 from kvjax.generation import Stream, prefill
 from kvjax.generation.drafts import check_draft

@@ -46,7 +46,8 @@ TABLES: dict[str, Callable[[], str]] = {
         published.real_long_generation, published.drift, published.real_speed,
         claims.claims_fier, claims.claims_pariskv, claims.paris_parts, claims.claims_freekv, claims.claims_logquant,
         claims.claims_counted, claims.claims_nothing,
-        guides.several_tokens, guides.hit_rates, guides.host_steps, guides.host_codes,
+        guides.several_tokens, guides.lossless, guides.lossless_line, guides.hit_rates, guides.host_steps,
+        guides.host_codes,
         guides.shared_quality, guides.shared_steps,
         scaling.cells, scaling.links, scaling.prompts, scaling.scaling, gpus.gpus, gpus.cards,
     )

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from docs.tables.reading import load_file, load_rows, load_scores
+import numpy as np
+
+from docs.tables.reading import RESULTS, load_file, load_rows, load_scores
 from docs.tables.writing import markdown, perplexity_change, short
 from kvjax.presets.settings import HOSTS
 from kvjax.spec import CacheSpec
@@ -31,6 +33,63 @@ def several_tokens() -> str:
     return markdown(
         ["cache", "1", "8"], [[f"`{m}`", *(cell(m, t) for t in (1, 8))] for m in names]
     )
+
+
+def lossless() -> str:
+    """Speed of drafts by a model itself over full attention, by text; and where texts differ."""
+    rows = _lossless("speed")
+    if not rows:
+        return "Not measured yet: `python benchmarks/lossless.py`.\n"
+    same = {row["text"]: row for row in _lossless("same")}
+
+    def until(row: dict[str, Any], which: str) -> str:
+        counts = same.get(row["text"], {}).get("until_difference", {}).get(which)
+        return "" if not counts else f"{np.mean(counts):.0f} of {row['new']}"
+
+    others = ("self_draft", "full with prompt look-up", "full with half of the rows")
+    body = [
+        [
+            row["text"],
+            f"{row['length']} x {row['batch']}",
+            f"{row['full']['tokens_per_second']:.0f}",
+            f"{row['self_draft']['tokens_per_second']:.0f}",
+            f"{row['times_full']:.2f}",
+            f"{row['self_draft']['tokens_per_step']:.2f}",
+            *(until(row, which) for which in others),
+        ]
+        for row in rows
+    ]
+    titles = [
+        "text",
+        "tokens x rows",
+        "`full`, tokens/s",
+        "`SelfDraft`, tokens/s",
+        "times",
+        "tokens a step",
+        "same tokens: `SelfDraft`",
+        "`full` with look-up",
+        "`full`, half of the rows",
+    ]
+    return markdown(titles, body)
+
+
+def lossless_line() -> str:
+    """A sentence for README and the FAQ: the least of the speeds, and their condition."""
+    rows = _lossless("speed")
+    if not rows:
+        return "How much faster is not measured yet (`python benchmarks/lossless.py`).\n"
+    found, least = load_file("lossless"), min(rows, key=lambda row: row["times_full"])
+    return (
+        f"{found['model']['name']} on one {found['device']}, {least['batch']} rows of {least['length']} tokens, "
+        f"`{least['method']}`: at least {least['times_full']:.1f} times the tokens a second of `full`.\n"
+    )
+
+
+def _lossless(part: str) -> list[dict[str, Any]]:
+    """The rows of a part of `benchmarks/lossless.py`; none before it has run."""
+    if not (RESULTS / "lossless.json").is_file():
+        return []
+    return [row for row in load_rows("lossless") if row["part"] == part]
 
 
 def hit_rates(file: str = "hit_rates") -> str:

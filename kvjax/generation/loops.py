@@ -530,7 +530,7 @@ def draft_loop(
             drawn = jnp.stack([draw(new[:, i - 1], fed, i) for i in range(1, T)], axis=1)
 
         # Accept: the tokens of the draft that the model draws too, up to one that ends the row.
-        ends = jnp.any(fed[..., None] == stop[None, None], axis=-1)
+        ends = jnp.any(fed[..., None] == stop.reshape(-1, 1, stop.shape[-1]), axis=-1)
         right = accepted(drawn, proposal.tokens, drafted, ends[:, :-1])
         right = jnp.where(active, right, 0)
         taken = jnp.where(active, 1 + right, 0)
