@@ -32,7 +32,7 @@ PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
     for table in (
-        readme.speed, readme.quality,
+        readme.headline, readme.speed, readme.quality,
         speed.steps, speed.compared, speed.steps_in_plain_jax, speed.kernels, speed.first_tokens, speed.million,
         speed.indexing, speed.tokens, speed.largest_batches, speed.host_batches, speed.serving,
         speed.coded_steps, speed.mixtures,
