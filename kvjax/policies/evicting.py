@@ -61,6 +61,9 @@ class EvictingState:
     memory: Array | None
     # bool[B, K, S] tokens of prompts, which are kept beside the budget; None: they compete
     stays: Array | None
+    # dtype[B, K, S, D] keys as they came, of which those of `tokens` are turned to their places;
+    # None: those of `tokens` are as they came
+    keys: Array | None
 
     @property
     def overflow(self) -> Array:
@@ -87,6 +90,8 @@ class Evicting(Policy):
     evictor that compares tokens needs: otherwise each step compares all of them. With `rope`,
     the rotary embedding of the model, tokens that are left close up at each eviction: their
     keys are rotated to their places among the held ones, and the query to the place after them.
+    Keys are then held twice, as they came and rotated, so that each is rounded once however
+    often it moves.
     `BesidePrompt` keeps the tokens of prompts too.
     """
 
@@ -137,6 +142,7 @@ class Evicting(Policy):
             due=jnp.zeros(spec.batch, bool) if self._needs_queries else None,
             memory=jnp.zeros(memory, jnp.float32) if n else None,
             stays=None,
+            keys=None if self.rope is None else empty_block(spec, slots).k,
         )
 
     @property
@@ -152,6 +158,7 @@ class Evicting(Policy):
                 st = lax.cond(
                     jnp.any(full), lambda st: self._close_up(st, full), lambda st: st, st
                 )
+        came = k
         if self.rope is not None:  # to its place after the held tokens
             by = jnp.broadcast_to((st.tokens.count - st.length)[:, None, None], k.shape[:-1])
             k = turn_positions(k, by, self.rope).astype(k.dtype)
@@ -172,6 +179,11 @@ class Evicting(Policy):
         evidence = (
             None if st.evidence is None else jnp.where(taken, self._arriving(k, v), st.evidence)
         )
+        keys = st.keys
+        if keys is not None:
+            rows, row = (a.reshape(B * K, 1, -1, a.shape[3]) for a in (keys, came))
+            there = (at < S).astype(jnp.int32)
+            keys = write(rows, row, jnp.minimum(at, S - 1), there).reshape(keys.shape)
         return replace(
             st,
             tokens=Block(
@@ -184,6 +196,7 @@ class Evicting(Policy):
             stays=None if st.stays is None else st.stays & ~taken,
             length=length,
             due=None if st.due is None else st.due | active,
+            keys=keys,
         )
 
     def attend(
@@ -414,14 +427,16 @@ class Evicting(Policy):
             return tokens(jnp.minimum(gone[..., :T], L - 1))
 
         kept_k, kept_v = tokens(place)
-        if (
-            self.rope is not None
-        ):  # a held token's place is its slot, that of a new one its position
-            source = jnp.take_along_axis(order, place, axis=-1)
-            was = jnp.where(source < S, source, jnp.take_along_axis(position, place, axis=-1))
-            kept_k = turn_positions(
-                kept_k, jnp.arange(S, dtype=jnp.int32)[None, None] - was, self.rope
-            ).astype(kept_k.dtype)
+        keys = None
+        if st.keys is not None:
+            # Keys are turned from how they came, by one angle: to turn stored ones again at each
+            # eviction would round them each time.
+            source = jnp.take_along_axis(order, place, axis=-1)[..., None]
+            line = jnp.concatenate([st.keys, k.astype(st.keys.dtype)], axis=2)
+            keys = keep_valid(jnp.take_along_axis(line, source, axis=2), valid)
+            was = jnp.take_along_axis(position, place, axis=-1)
+            by = jnp.arange(S, dtype=jnp.int32)[None, None] - was
+            kept_k = turn_positions(keys, by, self.rope).astype(keys.dtype)
         kept_k, kept_v = keep_valid(kept_k, valid), keep_valid(kept_v, valid)
         count = jnp.minimum(st.tokens.count + lengths, S if most is None else most)
         new = {
@@ -431,6 +446,7 @@ class Evicting(Policy):
             "length": end,
             "due": st.due if st.due is None or room is not None else jnp.zeros_like(st.due),
             "stays": None if stays is None else select(stays),
+            "keys": keys,
         }
         old = {name: getattr(st, name) for name in new}
         new = jax.tree.map(
@@ -665,10 +681,11 @@ class Evicting(Policy):
         """The held keys [B, K, S, D], at the distances from new queries that closed-up tokens
         have.
         """
-        if self.rope is None:
+        if st.keys is None:
             return st.tokens.k
-        by = (st.length - st.tokens.count)[:, None, None]
-        return turn_positions(st.tokens.k, by, self.rope).astype(st.tokens.k.dtype)
+        place = jnp.arange(st.tokens.slots, dtype=jnp.int32)[None, None]
+        by = place - st.position + (st.length - st.tokens.count)[:, None, None]
+        return turn_positions(st.keys, by, self.rope).astype(st.keys.dtype)
 
     def _arriving(self, k: Array, v: Array) -> Array:
         """f32[B, K, T], or one number: the evidence of new tokens k, v [B, K, T, D]."""

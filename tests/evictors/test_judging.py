@@ -379,6 +379,50 @@ def test_tokens_that_close_up_are_read_as_a_text_of_these_alone() -> None:
             )
 
 
+CLOSING = {
+    "sliding": (Sliding(sink=2), 24, 8),
+    "norm, one at least": (KeyNorm(), 24, 2),
+    "norm, many": (KeyNorm(), 64, 63),
+    "difference": (KeyDiff(), 40, 16),
+    "at random": (Random(), 33, 8),
+    "heavy hitter": (HeavyHitter(), 24, 8),
+}
+
+
+@pytest.mark.parametrize("case", CLOSING)
+def test_keys_that_close_up_often_are_rounded_once(case: str) -> None:
+    """In bfloat16, after a text of many times the budget, each held key is that of one turn."""
+    evictor, budget, every = CLOSING[case]
+    policy = Evicting(evictor=evictor, budget=budget, every=every, rope=ROPE)
+    spec = CacheSpec(batch=2, q_heads=2, kv_heads=2, head_dim=16, capacity=100)
+    total, prompts = 1200, np.array([70, 7])
+    q, k, v = (
+        jax.random.normal(key, (2, total, 2, 16), jnp.bfloat16)
+        for key in jax.random.split(jax.random.key(2), 3)
+    )
+    cache = kvjax.init_layer(policy, spec)
+    first = (a[:, :70] for a in (q, k, v))
+    _, cache = kvjax.attention(cache, *first, lengths=prompts)
+
+    def step(cache: Any, token: Any) -> Any:
+        return kvjax.attention(cache, *(a[:, None] for a in token))[1], None
+
+    rest = tuple(jnp.moveaxis(a[:, 70:], 1, 0) for a in (q, k, v))
+    cache, _ = jax.lax.scan(step, cache, rest)
+    _, cache = kvjax.attention(cache, *(a[:, 50:60] for a in (q, k, v)))  # a further prompt
+    state = cache.state
+    came = np.asarray(k, np.float64)
+    for row, prompt in enumerate(prompts):
+        text = np.concatenate([came[row, :prompt], came[row, 70:], came[row, 50:60]])
+        for head in range(2):
+            at = np.asarray(state.position[row, head, : int(state.tokens.count[row])])
+            assert (np.diff(at) > 0).all()
+            expected = turned(text[at, head], np.arange(len(at)) - at)
+            found = np.asarray(state.tokens.k[row, head, : len(at)], np.float64)
+            error = np.linalg.norm(found - expected, axis=-1)
+            assert (error / np.linalg.norm(expected, axis=-1)).max() < 2**-8
+
+
 def test_several_tokens_are_evicted_at_once() -> None:
     policy = Evicting(evictor=Sliding(sink=2), budget=16, every=5)
     given, lengths = drive.random_tokens(SPEC), np.array([16, 9])
