@@ -68,10 +68,10 @@ def write_checkpoint(directory, **changes):
     return directory
 
 
-def write_tokenizer(directory):
-    """Writes a tokenizer with a vocabulary of VOCAB tokens."""
+def write_tokenizer(directory, order=1):
+    """Writes a tokenizer with a vocabulary of VOCAB tokens; with order -1, their ids reversed."""
     # Bytes as byte-level BPE spells them, without merges: one token a byte.
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[::order]
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -416,8 +416,9 @@ class _Job:
         if (share := self.settings["sparse_prompt"]) is not None:
             check_sparse(shapes, share)
         if self.drafting is not None:
-            own = without_weights(self.drafting).config.vocab_size
-            drafts.check_vocabularies(own, self.checkpoint.config.vocab_size)
+            with suppress(FileNotFoundError):  # one without a tokenizer has nothing to compare
+                small = without_weights(self.drafting).tokenizer
+                drafts.check_tokenizers(small, self.checkpoint.tokenizer)
         if self.keep is not None:
             check_takes_gaps(self.checkpoint.config.windows, shapes)
         elif self.drafting is not None:

@@ -193,7 +193,7 @@ class DraftModel:
     def start(
         self, model: Any, cache: Cache, prompt: np.ndarray, lengths: np.ndarray, new_tokens: int
     ) -> _ModelDrafter:
-        check_vocabularies(vocabulary_size(self.model), vocabulary_size(model))
+        check_known(self.model, prompt, lengths)
         earlier = np.asarray(cache.length)
         if earlier.any():
             raise ValueError(
@@ -280,15 +280,31 @@ def parse(text: str) -> PromptLookup | SelfDraft:
     return SelfDraft(**given) if name == "self" else PromptLookup(**given)
 
 
-def check_vocabularies(draft: int | None, model: int | None) -> None:
-    """Raises ValueError for a draft model of another vocabulary; unknown vocabularies are not
-    checked.
+def check_known(draft: Any, prompt: np.ndarray, lengths: np.ndarray) -> None:
+    """Raises ValueError for a prompt i32[B, T] of `lengths` i32[B] with ids that the draft model
+    does not know.
+
+    Models of one tokenizer may pad their vocabularies to different sizes, so sizes say nothing.
     """
-    if draft is not None and model is not None and draft != model:
+    vocabulary = vocabulary_size(draft)
+    real = prompt[np.arange(prompt.shape[1]) < np.asarray(lengths)[:, None]]
+    highest = int(np.max(real, initial=0))
+    if vocabulary is not None and highest >= vocabulary:
         raise ValueError(
-            f"the draft model has a vocabulary of {draft} tokens and the model one of {model}; a draft model must have "
-            "the model's tokenizer"
+            f"the prompt has the token id {highest}, and the draft model has a vocabulary of {vocabulary} tokens; a "
+            "draft model must have the model's tokenizer"
         )
+
+
+def check_tokenizers(draft: Any, model: Any) -> None:
+    """Raises ValueError for a draft whose tokenizer gives a token another id than the model's."""
+    known = model.get_vocab()
+    for token, own in draft.get_vocab().items():
+        if known.get(token, own) != own:
+            raise ValueError(
+                f"the draft model's tokenizer gives {shown(token)} the id {own} and the model's {known[token]}; a "
+                "draft model must have the model's tokenizer"
+            )
 
 
 def check_draft(draft: Any, cache: Cache) -> None:
@@ -516,9 +532,21 @@ def _draft_step(
 ) -> tuple[Cache, Array]:
     """Feeds token i of `fed` i32[B, n] in the rows `takes` bool[B], and draws the one after."""
     token = lax.dynamic_slice_in_dim(fed, i, 1, axis=1)
+    own, whole = vocabulary_size(model), vocabulary_size(now.model)
+    if own is not None and whole is not None and own < whole:
+        token = jnp.minimum(token, own - 1)  # the others are padding, which no text has
     with flushed():
         logits, cache = call_model(model, token, cache, active=takes, last_logits=True)
+    if whole is not None and own != whole:
+        logits = _as_wide(logits, whole)
     return cache, now.draw(logits, fed, i + 1)
+
+
+def _as_wide(logits: Array, vocabulary: int) -> Array:
+    """Logits f32[B, V] for a vocabulary of another size: ids of one alone are never drafted."""
+    more = max(vocabulary - logits.shape[1], 0)
+    padded = jnp.pad(logits, ((0, 0), (0, more)), constant_values=-jnp.inf)
+    return padded[:, :vocabulary]
 
 
 def _append(text: Array, length: Array, tokens: Array, count: Array) -> Array:

@@ -35,13 +35,12 @@ from jax import Array, lax
 from jax.tree_util import register_dataclass
 
 from kvjax.cache.cache import Cache, init
-from kvjax.generation.drafts import check_vocabularies
+from kvjax.generation.drafts import check_known
 from kvjax.generation.prefilling import check_takes_gaps, prefill, windows_of
 from kvjax.generation.prompt_inputs import (
     check_fit,
     check_model,
     max_positions,
-    vocabulary_size,
 )
 from kvjax.memory import on_host
 from kvjax.numerics.partial import PartialAttention
@@ -87,11 +86,8 @@ class SpecPrefill:
         return kept(tokens, self.keep)
 
     def check(self, model: Any, cache: Cache) -> None:
-        """Raises ValueError for a cache that holds tokens or needs whole prompts, or a draft of
-        another vocabulary.
-        """
+        """Raises ValueError for a cache that holds tokens or needs whole prompts."""
         check_model(model, ("positions",))
-        check_vocabularies(vocabulary_size(self.draft), vocabulary_size(model))
         if earlier := int(np.max(on_host(cache.length))):
             raise ValueError(
                 f"the cache holds {earlier} tokens before this prompt, which the draft model has not read; pass an "
@@ -103,6 +99,7 @@ class SpecPrefill:
         """The positions i32[B, N], in order, that are read of a prompt i32[B, T] with `lengths`
         i32[B], and how many, i32[B]; both are right-padded."""
         chosen = [np.arange(length, dtype=np.int32) for length in lengths]
+        check_known(self.draft, prompt, lengths)
         if any(self.kept(int(length)) < length for length in lengths):
             scores = np.asarray(
                 importance(self.draft, prompt, lengths, look_ahead=self.look_ahead)

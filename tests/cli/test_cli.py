@@ -28,7 +28,16 @@ from kvjax.cli.options import implementations, in_short, make_policy
 from kvjax.cli.terminal import show_markdown, write_json
 from kvjax.presets.head_files import Heads
 from kvjax.presets.parsing import field_names
-from tests.checkpoint import LAYERS, POSITIONS, D, K, config, weights, write_checkpoint
+from tests.checkpoint import (
+    LAYERS,
+    POSITIONS,
+    D,
+    K,
+    config,
+    weights,
+    write_checkpoint,
+    write_tokenizer,
+)
 
 TEXT = "Call me Ishmael — some years ago. " * 4
 
@@ -889,7 +898,7 @@ REFUSED = [
     ),
     (
         "generate --prompt a --draft FILES/other",
-        "the draft model has a vocabulary of 99 tokens and the model one of 258",
+        "the draft model's tokenizer gives",
     ),
     (
         "generate --prompt a --keep 0.2",
@@ -1003,6 +1012,7 @@ def files(tmp_path_factory):
     (folder / "other" / "config.json").write_text(
         json.dumps(config(vocab_size=99, bos_token_id=1, eos_token_id=2))
     )
+    write_tokenizer(folder / "other", order=-1)
     return folder
 
 

@@ -14,7 +14,14 @@ from flax import nnx
 
 import kvjax
 from kvjax import DraftModel, Fifo, PromptLookup, Retrieval
-from kvjax.generation.drafts import Round, Speculation, _LookupDrafter, accepted, parse
+from kvjax.generation.drafts import (
+    Round,
+    Speculation,
+    _LookupDrafter,
+    accepted,
+    check_tokenizers,
+    parse,
+)
 from kvjax.generation.sampling import sampling
 from kvjax.models import Decoder, DecoderConfig
 
@@ -110,6 +117,39 @@ def test_drafts_with_64_bit_types_give_the_same_tokens(model: Decoder, draft: An
             model, kvjax.Full(), DraftModel(model, tokens=3) if draft == "model" else draft
         )
     assert fast.rows == plain.rows
+
+
+@pytest.mark.parametrize("draws", [False, True], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("size", [32, 39, 40, 41, 64])
+def test_a_draft_model_may_pad_its_vocabulary_to_another_size(size: int, draws: bool) -> None:
+    """Two models of one tokenizer of 32 tokens, whose padding comes as often as other ids."""
+    model = Decoder(CONFIG, rngs=nnx.Rngs(3))
+    small = Decoder(dataclasses.replace(CONFIG, vocab_size=size), rngs=nnx.Rngs(3))
+    how = {"sampling": sampling(1.0), "key": jax.random.key(1)} if draws else {}
+    prompt = [[min(token, 31) for token in row] for row in PROMPT]
+
+    def run(draft: Any) -> Any:
+        cache = kvjax.init(kvjax.Full(), model.spec(2, 64), layers=CONFIG.layers)
+        return kvjax.generate(model, cache, prompt, max_new_tokens=NEW, draft=draft, **how)
+
+    fast = run(DraftModel(small, tokens=3))
+    assert fast.rows == run(None).rows
+    assert fast.speculation.drafted > 0
+
+
+def test_tokenizers_are_compared_by_the_ids_of_their_tokens() -> None:
+    @dataclasses.dataclass
+    class Words:
+        vocabulary: dict[str, int]
+
+        def get_vocab(self) -> dict[str, int]:
+            return self.vocabulary
+
+    model = Words({"a": 0, "b": 1, "<pad>": 2})
+    check_tokenizers(Words({"a": 0, "b": 1}), model)
+    check_tokenizers(Words({"a": 0, "b": 1, "<tool>": 7}), model)
+    with pytest.raises(ValueError, match="gives 'b' the id 2 and the model's 1"):
+        check_tokenizers(Words({"a": 0, "b": 2}), model)
 
 
 def test_a_stream_with_drafts_gives_the_same_tokens(model: Decoder) -> None:
@@ -228,9 +268,9 @@ def test_drafts_that_cannot_work_are_refused_before_the_prompt(model: Decoder) -
         generate(
             model, dataclasses.replace(POLICY, demote=Fifo(leave=8)), PromptLookup(tokens=8)
         )
-    other = Decoder(dataclasses.replace(CONFIG, vocab_size=41))
+    other = Decoder(dataclasses.replace(CONFIG, vocab_size=9))
     with pytest.raises(
-        ValueError, match=r"draft model has a vocabulary of 41 tokens and the model one of 40"
+        ValueError, match=r"token id \d+, and the draft model has a vocabulary of 9 tokens"
     ):
         generate(model, kvjax.Full(), DraftModel(other))
     for tokens in (0, 16):
@@ -269,8 +309,8 @@ def test_a_refused_draft_leaves_the_conversation_as_it_was(model: Decoder, run: 
             "holds 52 tokens before this prompt, which the draft model has not read",
         ),
         (
-            DraftModel(Decoder(dataclasses.replace(CONFIG, vocab_size=41))),
-            "has a vocabulary of 41 tokens",
+            DraftModel(Decoder(dataclasses.replace(CONFIG, vocab_size=3))),
+            "has a vocabulary of 3 tokens",
         ),
         (PromptLookup, "got the class PromptLookup"),
     ):

@@ -366,8 +366,8 @@ REFUSED = {
     "shadowkv": (lambda m: run(m, presets.shadowkv(600, rope_theta=1e4)), r"LowRank\(rope=...\) turns keys"),
     "expected": (lambda m: run(m, presets.evict(64, rule="expected", rope_theta=1e4)), "turns keys"),
     "vocabulary": (
-        lambda m: run(m, draft=SpecPrefill(Decoder(DecoderConfig(**{**vars(CONFIG), "vocab_size": 41})))),
-        "vocabulary of 41 tokens and the model one of 40",
+        lambda m: run(m, draft=SpecPrefill(Decoder(DecoderConfig(**{**vars(CONFIG), "vocab_size": 5})))),
+        "the draft model has a vocabulary of 5 tokens",
     ),
     "model": (lambda m: run(m, draft=m), r"spec_prefill must be a SpecPrefill, got .*; write"),
     "keep": (lambda m: SpecPrefill(m, keep=0.0), r"SpecPrefill\(keep=...\) must be a share of the prompt"),
