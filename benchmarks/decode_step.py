@@ -1,7 +1,8 @@
-"""One decode step of attention in a layer of Llama-3.1-8B, by method, length and batch.
+"""One decode step of attention in a layer, of Llama-3.1-8B or by `--layer` of another model, by
+method, length and batch.
 
     python benchmarks/decode_step.py [--lengths 8192,131072] [--batches 1,8] [--methods
-    cudnn,fier] [--out FILE]
+    cudnn,fier] [--layer qwen3.5-27b] [--out FILE]
 
 A step writes the new token and attends: score, select `--budget` tokens in all, attend, merge
 with the recent window. Each method runs with the defaults ("default"); then, if kernels without
@@ -36,7 +37,7 @@ import jax.numpy as jnp
 from device_time import bytes_per_us
 from jax import Array, lax
 from layers import (
-    LAYER,
+    LAYERS,
     SMALL_LAYER,
     clock,
     floor_us,
@@ -221,8 +222,9 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--dense-capacity", type=int, help="default: as measured for this device"
     )
+    parser.add_argument("--layer", choices=sorted(LAYERS), default="llama-3.1-8b")
     given = parse(parser, args)
-    shape, most_layers = (SMALL_LAYER, 2) if given.quick else (LAYER, 16)
+    shape, most_layers = (SMALL_LAYER, 2) if given.quick else (LAYERS[given.layer], 16)
 
     dense_capacity = "auto" if given.dense_capacity is None else given.dense_capacity
     key, shown = ("method", "implementation", "length", "batch", "backend"), False

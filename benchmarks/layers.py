@@ -117,6 +117,11 @@ LAYER: dict[str, Any] = {
     "head_dim": 128,
     "dtype": jnp.dtype(jnp.bfloat16),
 }
+LAYERS: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": LAYER,
+    "qwen3.5-27b": LAYER | {"q_heads": 24, "kv_heads": 4, "head_dim": 256},
+    "qwen3-next": LAYER | {"q_heads": 16, "kv_heads": 2, "head_dim": 256},
+}
 SMALL_LAYER: dict[str, Any] = {
     "q_heads": 4,
     "kv_heads": 2,

@@ -47,7 +47,7 @@ from kvjax.memory import in_units, nbytes, shapes
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.models.rope import Default, Llama3
 from kvjax.models.weights import model_shardings
-from kvjax.policies import PerLayer
+from kvjax.policies import PerLayer, Recurrent
 from kvjax.sharding.placement import Placement
 from kvjax.spec import CacheSpec, padded_capacity, require_int
 from kvjax.steps import Tokens
@@ -331,7 +331,8 @@ def fill(
     normal random keys and values.
 
     Each layer's policy stores them by its own `prefill`, a chunk at a time (as
-    `kvjax.generation.chunk_size`), so its index is built as for a prompt.
+    `kvjax.generation.chunk_size`), so its index is built as for a prompt. States of fixed size
+    stay zero, as a step takes as long whatever they hold.
     """
     spec, key = cache.spec, jax.random.key(seed)
     longest = int(np.max(length))
@@ -339,6 +340,11 @@ def fill(
     layers = list(cache.layers)
     del cache
     for i in range(len(layers)):
+        if isinstance(layers[i].policy, Recurrent):
+            st = layers[i].state
+            received = jnp.broadcast_to(jnp.asarray(length, jnp.int32), st.length.shape)
+            layers[i] = replace(layers[i], state=replace(st, length=received))
+            continue
         for start in range(0, longest, size):
             own = jax.random.fold_in(jax.random.fold_in(key, i), start)
             layers[i] = _store(

@@ -4,6 +4,8 @@ score = sum_d q_d zero_d + sum_d (q_d step_d) code_d. A group of tokens shares z
 the first sum is one number a group, and queries meet the step once for 32 keys. Both sums run
 on `mma`.
 
+A head of 256 channels is read as two parts of 128, whose sums are added.
+
 A bit alone in a 16-bit half is a power of two as a float, so one `and` makes two operands;
 queries are divided by these powers beforehand. With G <= 4, one product serves two units. Each
 warp copies units into its own ring in shared memory.
@@ -18,6 +20,7 @@ warp copies units into its own ring in shared memory.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,6 +37,7 @@ from kvjax.kernels_pallas.simt import Word, instr, loop, ptx, real, when, word
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/score_1bit.json
 UNIT = 32  # keys: the rows of two products
 HEADS = 8  # columns of a product
+PART = 128  # channels of a head whose codes are a word of each lane
 WARPS = 4  # of a block
 # Bits that, alone in a half word, serve as numbers; `power` has these numbers. Queries are divided by them, and by
 # 2^SMALLER, so that factors are powers 64 .. -63 in bf16, where |q| and |q step| may be 2^63, and 0 .. -3 in f16.
@@ -76,8 +80,8 @@ def unsupported(q: Any, bits: Any, step: Any, heads: int = 2 * HEADS) -> str | N
     """
     *_, G, D = q.shape
     S, groups = bits.shape[2], step.shape[2]
-    if D not in (64, 128):
-        return f"the kernel score_1bit takes head sizes 64 and 128; got D={D}"
+    if D not in (64, 128, 256):
+        return f"the kernel score_1bit takes head sizes 64, 128 and 256; got D={D}"
     if not 1 <= G <= heads:
         return f"the kernel score_1bit takes 1 to {heads} query heads a kv head; got G={G}"
     if not groups or S % groups or (S // groups) % UNIT:
@@ -197,6 +201,16 @@ class Scores:
         return -(-self.G // HEADS)
 
     @property
+    def width(self) -> int:
+        """Channels of a part of a head."""
+        return min(self.D, PART)
+
+    @property
+    def parts(self) -> int:
+        """Parts of a head."""
+        return self.D // self.width
+
+    @property
     def at_once(self) -> int:
         """Units of an iteration."""
         return 2 if 2 * self.G <= HEADS else 1
@@ -213,7 +227,7 @@ class Scores:
     @property
     def pairs(self) -> list[Pair]:
         """In the order of the products."""
-        H, window = self.D // 8, WINDOW[self.kind]
+        H, window = self.width // 8, WINDOW[self.kind]
         places = [(turn, bit) for turn in range(0, H, len(window)) for bit in window]
         return [
             Pair(turn, bit, (bit - turn) % H, (bit - turn) % 32 >= 16) for turn, bit in places
@@ -271,7 +285,8 @@ class Scores:
             self.columns,
         )
         warp, lane, quad, col, head, later, row, job = self.thread()
-        H, units, stages = D // 8, S // UNIT, self.config.stages // at_once
+        H, units, stages = self.width // 8, S // UNIT, self.config.stages // at_once
+        parts = self.parts
         first = job * (self.iterations * at_once)
         q, bits, step, zero, out = (
             simt.global_address(m) for m in (q_m, bits_m, step_m, zero_m, out_m)
@@ -298,6 +313,17 @@ class Scores:
         def place_of(chunk: Word) -> Word:
             return chunk ^ (chunk >> 3)
 
+        def place_of_codes(chunk: Word) -> Word:
+            """Chunks of a part follow each other; in memory those of a key do."""
+            if parts == 1:
+                return chunk if D == 64 else place_of(chunk)
+            return (chunk & 1) * UNIT + place_of(chunk >> 1)
+
+        def place_of_steps(chunk: Word) -> Word:
+            if parts == 1:
+                return chunk if D == 64 else place_of(chunk)
+            return (chunk & 16) + place_of(chunk & 15)
+
         def fetch(i: Word) -> None:
             """Starts to copy the units of iteration i."""
             for size, to in ((codes, 0), (steps, at_once * codes)):
@@ -311,7 +337,7 @@ class Scores:
                         if to
                         else simt.offset_rows(bits, unit, size)
                     )
-                    place = of * chunks + (chunk if D == 64 else place_of(chunk))
+                    place = of * chunks + (place_of_steps if to else place_of_codes)(chunk)
                     ptx(
                         "{ .reg .pred p; setp.lt.u32 p, $2, $3; @p cp.async.cg.shared.global [$0], [$1], 16, $4; }",
                         *(
@@ -328,7 +354,7 @@ class Scores:
 
         def load_codes(at: Word) -> list[Word]:
             """This lane's codes of keys 4 quad .. 4 quad + 3."""
-            if D == 128:
+            if D >= PART:
                 load = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
                 return ptx(load, at + matrix_row, results=4, convergent=True)
             # 16 channels per lane: each of their two bytes twice, for a half of the word.
@@ -341,7 +367,7 @@ class Scores:
 
         own_steps = col * (4 * H) + (quad >> 2) * steps * (at_once - 1) + at_once * codes
         # its even and odd chunks change places
-        turned = (col >> 1) * 16 if D == 128 else word(0)
+        turned = (col >> 1) * 16 if D >= PART else word(0)
         turns = own_steps + turned, own_steps - turned
 
         def load_steps(at: Word) -> list[Word]:
@@ -355,24 +381,22 @@ class Scores:
         # head of the column; a head past the last is not written
         column = quad & 3 if at_once == 2 else quad
         own = [column + HEADS * c if c else column for c in range(columns)]
-        queries = [lane_channels(q, (head < G).select(head, 0), col, D) for head in own]
+        queries = [self.channels(q, (head < G).select(head, 0), col) for head in own]
         eights = (0, 8) if self.iterations * at_once > 8 else (0,)
-        zeros = [
-            lane_channels(zero, group_of(within(first + quad + h)), col, D) for h in eights
-        ]
+        zeros = [self.channels(zero, group_of(within(first + quad + h)), col) for h in eights]
         for i in range(stages):
             if i < self.iterations:
                 fetch(word(i))
             ptx("cp.async.commit_group;")
 
         pairs, smaller = self.pairs, SMALLER[kind]
-        queries = [paired(words, pairs) for words in queries]
-        zeros = [paired(z, pairs) for z in zeros]
+        queries = [self.paired(words, pairs) for words in queries]
+        zeros = [self.paired(z, pairs) for z in zeros]
         bases = [
             [instr("mul.f32", x, real(self.scale)) for x in zero_scores(kind, zeros, words)]
             for words in queries
         ]
-        factors = [word(twice(kind, -smaller - power(kind, p.bit))) for p in pairs]
+        factors = [word(twice(kind, -smaller - power(kind, p.bit))) for p in pairs] * parts
         queries = [
             [times(kind, *two) for two in zip(words, factors, strict=True)] for words in queries
         ]
@@ -382,22 +406,30 @@ class Scores:
             ptx(f"cp.async.wait_group {stages - 1};")
             simt.warp_barrier()
             at = stage(i)
-            step = load_steps(at)
-            unit_codes = [load_codes(at + u * codes) for u in range(at_once)]
+            steps_of = [load_steps(at + p * (2 * PART)) for p in range(parts)]
+            codes_of = [
+                [load_codes(at + (u * codes + p * (UNIT * 16))) for u in range(at_once)]
+                for p in range(parts)
+            ]
             simt.warp_barrier()
             with when(i + stages < self.iterations):
                 fetch(i + stages)
             ptx("cp.async.commit_group;")
-            step = paired(step, pairs)
-            if columns > 1:
-                made = wide_sums(kind, pairs, unit_codes[0], queries, step)
-            else:
-                scaled = [times(kind, *two) for two in zip(queries[0], step, strict=True)]
-                sums = [unit_sums(kind, pairs, words, scaled) for words in unit_codes]
-                mine = [
+
+            def sums_of(p: int) -> list[tuple[list[Word], list[Word]]]:
+                """Sums over the channels of part p, for each column of queries."""
+                step = paired(steps_of[p], pairs)
+                mine = [words[p * len(pairs) : (p + 1) * len(pairs)] for words in queries]
+                if columns > 1:
+                    return wide_sums(kind, pairs, codes_of[p][0], mine, step)
+                scaled = [times(kind, *two) for two in zip(mine[0], step, strict=True)]
+                sums = [unit_sums(kind, pairs, words, scaled) for words in codes_of[p]]
+                chosen = [
                     later.equals(0).select(*two) for two in zip(sums[0], sums[-1], strict=True)
                 ]
-                made = [(mine, ones_sums(kind, scaled))]
+                return [(chosen, ones_sums(kind, scaled))]
+
+            made = functools.reduce(added, map(sums_of, range(parts)))
             own = i * at_once + later
             fours = []
             for base, (mine, ones) in zip(bases, made, strict=True):
@@ -418,6 +450,20 @@ class Scores:
             return visit(unit, fours, state) if visit else []
 
         return final
+
+    def channels(self, address: Any, index: Word, col: Word) -> list[Word]:
+        """This lane's channels of row `index` of [..., D] 16-bit numbers, part by part."""
+        return [
+            w
+            for part in range(self.parts)
+            for w in lane_channels(address, index, col, self.D, part)
+        ]
+
+    def paired(self, words: Sequence[Word], pairs: Sequence[Pair]) -> list[Word]:
+        """`paired` of the channels of each part."""
+        size = len(words) // self.parts
+        parts = [words[p * size : (p + 1) * size] for p in range(self.parts)]
+        return [w for part in parts for w in paired(part, pairs)]
 
     def store(
         self, out: Any, unit: Word, quad: Word, head: Word, fours: Sequence[Sequence[Word]]
@@ -444,11 +490,26 @@ def halves(low: Word, high: Word) -> Word:
     return instr("cvt.rn.f16x2.f32", high, low)
 
 
-def lane_channels(address: Any, index: Word, col: Word, D: int) -> list[Word]:
-    """This lane's D/4 channels of row `index` of [..., D] 16-bit numbers, in memory order."""
-    at = simt.offset(simt.offset_rows(address, index, D * 2), col * (D // 2))
+def added(
+    one: list[tuple[list[Word], list[Word]]], other: list[tuple[list[Word], list[Word]]]
+) -> list[tuple[list[Word], list[Word]]]:
+    """The sums over the channels of two parts of a head."""
+
+    def both(a: list[Word], b: list[Word]) -> list[Word]:
+        return [instr("add.f32", *two) for two in zip(a, b, strict=True)]
+
+    return [(both(a[0], b[0]), both(a[1], b[1])) for a, b in zip(one, other, strict=True)]
+
+
+def lane_channels(address: Any, index: Word, col: Word, D: int, part: int = 0) -> list[Word]:
+    """This lane's quarter of a part of row `index` of [..., D] 16-bit numbers, in memory order.
+    A head of at most `PART` channels is one part.
+    """
+    width = min(D, PART)
+    at = simt.offset(simt.offset_rows(address, index, D * 2), col * (width // 2))
     loads = [
-        f"ld.global.nc.v4.u32 {{$0, $1, $2, $3}}, [$4+{4 * v}];" for v in range(0, D // 8, 4)
+        f"ld.global.nc.v4.u32 {{$0, $1, $2, $3}}, [$4+{part * 2 * PART + 4 * v}];"
+        for v in range(0, width // 8, 4)
     ]
     return [w for load in loads for w in ptx(load, at, results=4)]
 

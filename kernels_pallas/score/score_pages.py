@@ -60,8 +60,8 @@ def unsupported(q: Any, low: Any, high: Any, heads: int = 2 * HEADS) -> str | No
     to `heads` queries.
     """
     G, D = q.shape[2:]
-    if D not in (64, 128):
-        return f"the kernel score_pages takes head sizes 64 and 128; got D={D}"
+    if D not in (64, 128, 256):
+        return f"the kernel score_pages takes head sizes 64, 128 and 256; got D={D}"
     if not 1 <= G <= heads:
         return f"the kernel score_pages takes 1 to {heads} query heads a kv head; got G={G}"
     if (

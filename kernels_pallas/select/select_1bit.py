@@ -40,8 +40,7 @@ from kvjax.kernels_pallas.simt import Word, instr, loop, ptx, real, when, word
 
 MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/select_1bit.json
 EXACT = 32  # keys of a warp that scores pending keys
-# query heads of several steps that one pass takes, as many as registers hold
-PASS = 4 * score.HEADS
+PASS = 4 * score.HEADS  # query heads of several steps that one pass takes, if D <= 128
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,11 @@ def config_for(
     )
 
 
+def heads_at_once(D: int) -> int:
+    """Query heads of several steps that one pass takes, as many as registers hold."""
+    return PASS * score.PART // max(D, score.PART)
+
+
 def smem_bytes(D: int, config: Config) -> int:
     """Shared memory of a block of the scores or of the selection, whichever is larger."""
     return max(score.smem_bytes(D, config), 4 * sum(units.SCRATCH))
@@ -83,8 +87,9 @@ def unsupported(
     one = jax.ShapeDtypeStruct((*q.shape[:2], q.shape[2] // steps, q.shape[3]), q.dtype)
     if limit := score.unsupported(one, bits, step, score.HEADS):
         return limit.replace("score_1bit", "select_1bit", 1)
-    if steps > 1 and q.shape[2] > PASS:
-        return f"the kernel select_1bit takes {PASS} query heads of some steps in one pass; got {q.shape[2]}"
+    most = heads_at_once(q.shape[3])
+    if steps > 1 and q.shape[2] > most:
+        return f"the kernel select_1bit takes {most} query heads of some steps in one pass; got {q.shape[2]}"
     if pending.dtype != jnp.float32:
         return (
             f"the kernel select_1bit takes scores of pending tokens in f32; got {pending.dtype}"

@@ -485,7 +485,12 @@ def _select_1bit_mosaic(kernel: Any, a: Any) -> PackedSelection:
         asked = candidates.span, pending, candidates.k, a.group_reduce, candidates.k_max
         return PackedSelection(*kernel.select_1bit(q, *a.keys, *asked, **how))
 
-    return join_lists([one_pass(*part) for part in a.candidates.passes(a.q, kernel.PASS)])
+    return join_lists(
+        [
+            one_pass(*part)
+            for part in a.candidates.passes(a.q, kernel.heads_at_once(a.q.shape[-1]))
+        ]
+    )
 
 
 @op(

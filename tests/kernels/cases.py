@@ -370,7 +370,7 @@ CASES = {
     "score_1bit": Case(
         one_bit,
         [
-            (dict(D=96), "the kernel score_1bit takes head sizes 64 and 128"),
+            (dict(D=96), "the kernel score_1bit takes head sizes 64, 128 and 256"),
             (dict(G=17), "1 to 16 query heads"),
             (dict(group=16), "groups of a multiple of 32"),
             (dict(dtype=jnp.float32), "scales in bf16 or f16"),
@@ -380,7 +380,7 @@ CASES = {
     "score_pages": Case(
         pages,
         [
-            (dict(D=96), "the kernel score_pages takes head sizes 64 and 128"),
+            (dict(D=96), "the kernel score_pages takes head sizes 64, 128 and 256"),
             (dict(G=17), "1 to 16 query heads"),
             (dict(dtype=jnp.float32), "corners in bf16 or in f16"),
             (dict(P=0), "at least one row and page"),
@@ -399,7 +399,7 @@ CASES = {
     "select_1bit": Case(
         tokens_1bit,
         [
-            (dict(D=96), "the kernel select_1bit takes head sizes 64 and 128"),
+            (dict(D=96), "the kernel select_1bit takes head sizes 64, 128 and 256"),
             (dict(group=16), "the kernel select_1bit takes groups of a multiple of 32"),
             (dict(S=8192, room=5000), "k from 1 to 4096"),
             (dict(room=0), "k from 1 to 4096"),
@@ -416,7 +416,7 @@ CASES = {
     "select_pages": Case(
         pages_of_tokens,
         [
-            (dict(D=96), "the kernel select_pages takes head sizes 64 and 128"),
+            (dict(D=96), "the kernel select_pages takes head sizes 64, 128 and 256"),
             (dict(unit=8), "pages of a multiple of 16 tokens; got 8"),
             (dict(keys=jnp.float16), "keys in the dtype of the corners, bfloat16; got float16"),
             (dict(room=0), "k from 1 to 4096"),

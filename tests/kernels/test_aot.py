@@ -117,9 +117,9 @@ def picking(S, D, W, group_reduce, k, G=4, group=32, dtype=jnp.bfloat16, config=
     ), args
 
 
-def picking_keys(S, D, R, pending_slots, k, T=1):
+def picking_keys(S, D, R, pending_slots, k, T=1, G=4):
     f, (q, *keys, span, (_, start, stop), count) = picking(
-        S, D, pending_slots, "mean_softmax", k, G=4 * T
+        S, D, pending_slots, "mean_softmax", k, G=G * T
     )
     stop = stop if T == 1 else sds(1, T, dtype=jnp.int32)
     return partial(f, pending_slots=pending_slots, steps=T), (
@@ -297,6 +297,18 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
         0.1,
         0,
     ),
+    "score_1bit, D 256": (
+        SCORE,
+        (sds(1, 8, 6, 256, dtype=jnp.float32), *keys_1bit(8, 131072, 256, 32)),
+        0.1,
+        0,
+    ),
+    "score_1bit, D 256, 16 heads": (
+        SCORE,
+        (sds(1, 8, 16, 256, dtype=jnp.float32), *keys_1bit(8, 131072, 256, 32)),
+        0.1,
+        0,
+    ),
     "top_k": (
         top(2048),
         (sds(8, 131072, dtype=jnp.float32), sds(8, 131072, dtype=bool)),
@@ -321,6 +333,12 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
     "top_k_grouped, 1M": (pooled("mean_softmax", 2048), (parts(4, 1 << 20, 256),), 35, 0),
     # The scores are 8 MiB.
     "select_1bit, with keys that wait": (*picking_keys(131072, 128, 256, 255, 2047), 8.2, 0),
+    "select_1bit, D 256": (*picking_keys(131072, 256, 256, 255, 2047, G=6), 12.2, 0),
+    "select_1bit, 2 steps, D 256": (
+        *picking_keys(131072, 256, 256, 255, 2047, T=2, G=8),
+        98,
+        0,
+    ),
     "select_1bit, 8 steps": (*picking_keys(131072, 128, 256, 255, 2047, T=8), 98, 0),
     "select_1bit": (*picking(131072, 128, 256, "mean_softmax", 2047), 8.2, 0),
     "select_1bit, a loop": (*picking(1 << 20, 128, 256, "mean_softmax", 2047), 97, 0),
@@ -349,6 +367,7 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
     "select_pages": (*pages(8176, 128, 287, 272, 127), 1.6, 0),
     "select_pages, one waits": (*pages(1016, 128, 159, 32, 56, unit=32), 0.3, 0),
     "select_pages, a loop": (*pages(1 << 18, 128, 287, 272, 127), 64, 0),
+    "select_pages, D 256": (*pages(8176, 256, 287, 272, 127, G=8), 2.8, 0),
     "select_pages, eight heads": (
         *pages(8176, 64, 287, 272, 127, G=8, dtype=jnp.float16),
         2.8,
@@ -360,6 +379,12 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
         0,
     ),
     "score_pages": (PAGES, (sds(1, 8, 4, 128), *2 * [sds(1, 8, 8192, 128)]), 0.1, 0),
+    "score_pages, D 256": (
+        PAGES,
+        (sds(1, 8, 8, 256, dtype=jnp.float32), *2 * [sds(1, 8, 8192, 256)]),
+        0.1,
+        0,
+    ),
     "score_pages, D 64": (
         PAGES,
         (sds(1, 8, 8, 64, dtype=jnp.float32), *2 * [sds(1, 8, 512, 64)]),
@@ -557,6 +582,12 @@ LATE = (
     "rerank, D 64",
     "top_k, 1M",
     "top_k_grouped, 1M",
+    "score_1bit, D 256",
+    "score_1bit, D 256, 16 heads",
+    "score_pages, D 256",
+    "select_1bit, D 256",
+    "select_1bit, 2 steps, D 256",
+    "select_pages, D 256",
     "select_1bit, 8 steps",
     "select_1bit, a loop",
     "select_1bit, eight heads",

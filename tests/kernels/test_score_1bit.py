@@ -24,6 +24,9 @@ pytestmark = pytest.mark.usefixtures("kernels")
         (1, 1, 4, 1056, 64, 96, jnp.bfloat16),
         (1, 1, 3, 288, 128, 32, jnp.float16),
         (1, 1, 13, 288, 128, 32, jnp.bfloat16),
+        (1, 1, 4, 320, 256, 32, jnp.bfloat16),
+        (1, 1, 12, 160, 256, 32, jnp.bfloat16),
+        pytest.param(2, 1, 6, 288, 256, 96, jnp.float16, marks=pytest.mark.thorough),
         pytest.param(1, 2, 8, 192, 64, 64, jnp.float16, marks=pytest.mark.thorough),
         pytest.param(1, 2, 4, 576, 128, 64, jnp.bfloat16, marks=pytest.mark.thorough),
         *(

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
     [
         (2, 1, 5, 70, 128, jnp.bfloat16, None),
         (1, 1, 13, 70, 64, jnp.bfloat16, None),
+        (1, 1, 6, 40, 256, jnp.bfloat16, None),
         pytest.param(
             1, 2, 8, 33, 64, jnp.float16, score_pages.Config(1, 2), marks=pytest.mark.thorough
         ),

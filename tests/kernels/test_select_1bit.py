@@ -101,6 +101,7 @@ KINDS = ("normal", "equal", "few keys", "peaked", "flat", "coarse", "infinite", 
     [
         (6, 1, 2, 224, 128, 32, 7, 40, jnp.bfloat16, select_1bit.Config(blocks=1, units=3)),
         (6, 1, 2, 4192, 64, 32, 7, 40, jnp.bfloat16, select_1bit.Config(blocks=2, cluster=0)),
+        (6, 1, 6, 128, 256, 32, 7, 40, jnp.bfloat16, select_1bit.Config(blocks=1, units=3)),
         *(
             pytest.param(*case, marks=pytest.mark.thorough)
             for case in (

@@ -89,6 +89,7 @@ def token_pages(start, stop, pages, unit):
     ("B", "K", "G", "P", "D", "unit", "R", "pending_slots", "room", "dtype", "config"),
     [
         (6, 1, 2, 67, 64, 16, 79, 48, 20, jnp.bfloat16, select_pages.Config(blocks=1)),
+        (6, 1, 6, 35, 256, 16, 79, 48, 20, jnp.bfloat16, select_pages.Config(blocks=1)),
         (
             1,
             1,

@@ -1,0 +1,260 @@
+"""A decode step of a model with gated delta nets, and its parts beside their floors.
+
+    python benchmarks/hybrid_step.py [--model qwen3.5-27b] [--layers 8] [--cells 131072x1,32768x8]
+    [--methods full,fier,quest] [--out FILE]
+
+The model has the published sizes but few layers and random weights: three of four layers are
+gated delta nets, the others attention with heads of 256. A row is a whole step of `--layers`
+layers with embedding and head, by method and length x batch; "parts" are the device time of
+each kernel. Two more rows a cell are one layer alone: "delta" is the recurrence of a gated delta
+net (`kvjax.recurrence.advance`), whose floor is to read its state and the newest tokens beside
+it; "attention" is `Full` over the cache of one layer. With fla-core installed (and torch for a
+GPU) "fla" is its `fused_recurrent_gated_delta_rule` on the same sizes in the same run, which
+reads and writes the state, without the convolution.
+
+Without a GPU (`--quick`) a tiny model and the host's clock only show that the script works.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from device_time import bytes_per_us
+from jax import Array
+from layers import clock, floor_us, names, numbers, options, out_of, parse, save, show
+from throughput import fill, random_model
+
+import kvjax
+from kvjax import presets
+from kvjax.memory import nbytes
+from kvjax.models import Decoder, DecoderConfig, Experts, GatedDelta
+from kvjax.models.gated_delta import DeltaInputs
+from kvjax.models.rope import Default
+from kvjax.recurrence import advance
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 248320,
+    "max_position_embeddings": 262144,
+    "rope": Default(theta=1e7),
+    "head_dim": 256,
+    "rotary_dim": 64,
+    "qk_norm": True,
+    "norm_offset": True,
+    "output_gate": True,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3.5-27b": _COMMON
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "q_heads": 24,
+        "kv_heads": 4,
+        "mixer": GatedDelta(key_heads=16, value_heads=48, key_dim=128, value_dim=128),
+    },
+    "qwen3-next": _COMMON
+    | {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "q_heads": 16,
+        "kv_heads": 2,
+        "mixer": GatedDelta(key_heads=16, value_heads=32, key_dim=128, value_dim=128),
+        "experts": Experts(count=512, per_token=10, size=512, shared_size=512),
+    },
+    "tiny": _COMMON
+    | {
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "q_heads": 4,
+        "kv_heads": 2,
+        "head_dim": 16,
+        "rotary_dim": 4,
+        "mixer": GatedDelta(key_heads=2, value_heads=4, key_dim=8, value_dim=8),
+    },
+}
+
+
+def config_of(name: str, layers: int) -> DecoderConfig:
+    """The sizes of a model with so many layers, of which each fourth has attention."""
+    recurrent = tuple(i for i in range(layers) if (i + 1) % 4)
+    return DecoderConfig(**MODELS[name], layers=layers, recurrent=recurrent)
+
+
+def policy_of(method: str, budget: int) -> Any:
+    if method == "full":
+        return kvjax.Full()
+    return presets.parse(f"{method}:budget={budget},dense_layers=0")
+
+
+def step(model: Decoder, cache: kvjax.Cache, token: Array) -> tuple[Array, kvjax.Cache]:
+    logits, cache = model(token[:, None], cache, last_logits=True)
+    return logits, cache
+
+
+def whole(
+    model: Decoder, method: str, length: int, batch: int, budget: int, calls: int
+) -> dict[str, Any]:
+    """A step of the whole model."""
+    spec = model.spec(batch, length)
+    policy = policy_of(method, budget)
+    empty = kvjax.init(policy, spec, layers=model.config.layers)
+    cache = fill(empty, length - calls - 3)
+    of_layer = next(x.policy for x in cache.layers[::-1])
+    attention = model.config.attention_layers * floor_us(of_layer, spec, length)
+    states = sum(
+        layer.nbytes.device
+        for i, layer in enumerate(cache.layers)
+        if i in model.config.recurrent
+    )
+    floor = attention + (states + nbytes(model).device) / bytes_per_us()
+    run = jax.jit(partial(step, model), donate_argnums=0)
+    took, _ = clock(run, cache, jnp.zeros(batch, jnp.int32), calls=calls)
+    return {
+        "part": "step",
+        "method": method,
+        "us": took.us,
+        "floor_us": floor,
+        "parts": took.parts,
+    }
+
+
+def delta(sizes: GatedDelta, spec: kvjax.CacheSpec, calls: int) -> dict[str, Any]:
+    """The recurrence of one gated delta net, flushes between steps included."""
+    layer = kvjax.init_layer(sizes, spec)
+    heads = (spec.batch, 1, sizes.value_heads)
+    inputs = DeltaInputs(
+        jax.random.normal(jax.random.key(0), (spec.batch, 1, sizes.channels), spec.dtype),
+        jnp.full(heads, -0.1),
+        jnp.full(heads, 0.5),
+    )
+    kernel = jnp.ones((sizes.kernel, sizes.channels), spec.dtype)
+
+    def one(layer: kvjax.LayerCache) -> tuple[Array, kvjax.LayerCache]:
+        return advance(kvjax.flush(layer), inputs, kernel)
+
+    floor = layer.nbytes.device / bytes_per_us()
+    took, _ = clock(jax.jit(one, donate_argnums=0), layer, calls=calls)
+    return {
+        "part": "delta",
+        "method": "",
+        "us": took.us,
+        "floor_us": floor,
+        "parts": took.parts,
+    }
+
+
+def attention(config: DecoderConfig, spec: kvjax.CacheSpec, calls: int) -> dict[str, Any]:
+    """A step of `Full` over the cache of one layer."""
+    whole = kvjax.init(kvjax.Full(), dataclasses.replace(spec, recurrent=None), layers=1)
+    cache = fill(whole, spec.capacity - calls - 3)
+    q = jnp.ones((spec.batch, 1, spec.q_heads, spec.head_dim), spec.dtype)
+    k = jnp.ones((spec.batch, 1, spec.kv_heads, spec.head_dim), spec.dtype)
+
+    def one(layer: kvjax.LayerCache) -> tuple[Array, kvjax.LayerCache]:
+        return kvjax.attention(layer, q, k, k, flush=False)
+
+    floor = floor_us(kvjax.Full(), spec, spec.capacity)
+    took, _ = clock(jax.jit(one, donate_argnums=0), cache.layers[0], calls=calls)
+    return {
+        "part": "attention",
+        "method": "full",
+        "us": took.us,
+        "floor_us": floor,
+        "parts": took.parts,
+    }
+
+
+def fla(sizes: GatedDelta, batch: int, calls: int) -> dict[str, Any] | None:
+    """fla-core's recurrent step on the same sizes by events of CUDA; None if it is not there."""
+    if importlib.util.find_spec("fla") is None or importlib.util.find_spec("torch") is None:
+        return None
+    import torch
+    from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
+
+    def make(*shape: int, dtype: Any = torch.bfloat16) -> Any:
+        return torch.randn(batch, 1, *shape, device="cuda", dtype=dtype)
+
+    q, k = (make(sizes.key_heads, sizes.key_dim) for _ in range(2))
+    v = make(sizes.value_heads, sizes.value_dim)
+    decay = -torch.ones(batch, 1, sizes.value_heads, device="cuda") * 0.1
+    rate = torch.ones_like(decay) * 0.5
+    state = torch.zeros(batch, sizes.value_heads, sizes.key_dim, sizes.value_dim, device="cuda")
+
+    def one(state: Any) -> Any:
+        _, state = fused_recurrent_gated_delta_rule(
+            q, k, v, g=decay, beta=rate, initial_state=state, output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )  # fmt: skip
+        return state
+
+    for _ in range(3):
+        state = one(state)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        state = one(state)
+    torch.cuda.synchronize()
+    us = 1e6 * (time.perf_counter() - start) / calls
+    floor = 2 * state.numel() * 4 / bytes_per_us()
+    return {
+        "part": "fla, by the host's clock",
+        "method": "",
+        "us": us,
+        "floor_us": floor,
+        "parts": {},
+    }
+
+
+def cells(text: str) -> list[list[int]]:
+    """Length and batch of each cell, as in 131072x1,32768x8."""
+    return [numbers(cell.replace("x", ",")) for cell in text.split(",")]
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    parser = options(__doc__, "hybrid_step.json", calls=20)
+    parser.add_argument("--model", choices=sorted(MODELS), default="qwen3.5-27b")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--cells", type=cells, default=cells("131072x1,32768x8"))
+    parser.add_argument("--methods", type=names, default=["full", "fier", "quest"])
+    parser.add_argument("--budget", type=int, default=2048)
+    given = parse(parser, args)
+    if given.quick:
+        given.model, given.layers, given.cells, given.budget = (
+            "tiny",
+            4,
+            [[512, 1], [256, 2]],
+            160,
+        )
+    config = config_of(given.model, given.layers)
+    model = random_model(config, jnp.float32 if given.quick else jnp.bfloat16)
+    sizes: Any = config.mixer
+    what = (
+        "a decode step of a model with gated delta nets: us of device time, or of the host's clock "
+        "without a GPU; parts: by kernel"
+    )
+    key = ("model", "layers", "part", "method", "length", "batch", "backend")
+    for length, batch in given.cells:
+        spec = model.spec(batch, length)
+        rows = [
+            whole(model, method, length, batch, given.budget, given.calls)
+            for method in given.methods
+        ]
+        rows += [delta(sizes, spec, given.calls), attention(config, spec, given.calls)]
+        rows += [row for row in [fla(sizes, batch, given.calls)] if row is not None]
+        named = {"model": given.model, "layers": given.layers, "length": length, "batch": batch}
+        found = [named | row | {"backend": jax.default_backend()} for row in rows]
+        for row in found:
+            show(row)
+        save(out_of(given, "hybrid_step.json"), what, found, key)
+
+
+if __name__ == "__main__":
+    main()
