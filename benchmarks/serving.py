@@ -163,7 +163,7 @@ def run_engine(engine: kvjax.Engine, work: list[Any], n: int, minutes: float) ->
     """Answers all requests, each n times; the rates, and what the engine counted."""
     begin = time.perf_counter()
     engine.warm_up(draws=False)
-    cache_bytes, warm = engine._cache.nbytes.device, time.perf_counter() - begin
+    cache_bytes, warm = engine._slots.cache.nbytes.device, time.perf_counter() - begin
     start = last = time.perf_counter()
     sent = [
         request
@@ -182,7 +182,7 @@ def run_engine(engine: kvjax.Engine, work: list[Any], n: int, minutes: float) ->
         if counts.prompt_tokens == before.prompt_tokens and counts.decoding == counts.slots:
             busy, busy_tokens = busy + now - last, busy_tokens + asked - before_it
             held += (now - last) * np.sort(
-                [len(one.prompt) + one.asked for one in engine._seated if one is not None]
+                [len(one.prompt) + one.asked for _, one in engine._running()]
             )
         last, before = now, counts
     seconds = last - start

@@ -4,5 +4,6 @@ what their prompts have in common.
 
 from kvjax.serve.engine import Engine
 from kvjax.serve.requests import EngineBusy, Request, Stats
+from kvjax.serve.scheduler import Stage
 
-__all__ = ["Engine", "EngineBusy", "Request", "Stats"]
+__all__ = ["Engine", "EngineBusy", "Request", "Stage", "Stats"]

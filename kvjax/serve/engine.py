@@ -1,19 +1,26 @@
 """Many requests from one batch of rows: each is read into a row of its own, decodes beside the
 others, and leaves.
 
-An `Engine` has a cache of `slots` rows. A step reads chunks of prompts into a spare row, puts
-rows that are read into free slots (`kvjax.insert`), and then decodes a block of tokens in all
-slots by one call of `decode_loop`. Limits, stop tokens, settings of sampling and the counter of
-draws are a request's own, so **its tokens are those that it gets alone**, whatever comes, goes
-or fails beside it. A slot that is free holds an empty row, which costs nothing to attend to.
-After `warm_up` no program is compiled, except for prompts of policies that read them whole.
+An `Engine` has a cache of `slots` rows. A step reads chunks of prompts into rows beside them,
+puts rows that are read into free slots, and then decodes a block of tokens in all slots by one
+call of `decode_loop`. `scheduler` decides which prompt and which slot, `slots` has the arrays.
+Limits, stop tokens, settings of sampling and the counter of draws are a request's own, so **its
+tokens are those that it gets alone**, whatever comes, goes or fails beside it. A slot that is
+free holds an empty row, which costs nothing to attend to. After `warm_up` no program is
+compiled, except for prompts of policies that read them whole.
 
 The device never waits for the host: a step asks for a block, and then looks at the tokens of
 the block before. The slot of a request that reaches its limit is filled at once, as its end is
 known. One that draws a stop token is idle until the host has seen it, which is one block later.
 
+Two locks: one thread at a time steps and changes arrays, in the order in which threads ask
+(`_Turns`). The books, which are the queues and counts, have a lock of their own, which no
+thread holds while the device works. So `submit`, `cancel` and `stats` wait for no prompt.
+
 A prompt is read once for all answers to it. One that begins like a row that is running starts
-from a copy of that row's first tokens, in whole chunks, if the policies can be truncated.
+from a copy of that row's first tokens, in whole chunks, if the policies can be truncated. With
+`prefix_bytes`, rows also stay after their requests, and what prompts have in common with them is
+not read again (`beginnings`).
 
 With `prefixes`, what prompts have in common is also stored once (`kvjax.serve.prefixes`): all
 of a prompt with several answers, or a system prompt with which several requests begin. Tokens
@@ -24,12 +31,14 @@ they with `small_slots`, in which a row has other parts.
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +48,7 @@ from jax import Array
 from kvjax.cache.cache import Cache
 from kvjax.generation import prefilling
 from kvjax.generation.callables import as_model
-from kvjax.generation.loops import PAD, ROOM, Flat, FlatLayers, decode_loop
+from kvjax.generation.loops import PAD, ROOM, Flat, FlatLayers
 from kvjax.generation.processors import Processors, check_processors
 from kvjax.generation.prompt_inputs import (
     check_model_cache,
@@ -48,14 +57,20 @@ from kvjax.generation.prompt_inputs import (
     stop_array,
 )
 from kvjax.generation.sampling import Draws, Sampling, rows_of_draws, stack_draws
-from kvjax.generation.streaming import interrupts_wait
-from kvjax.memory import commit_together, on_host, zeros_like
-from kvjax.serve import places
-from kvjax.serve.places import LONGEST, Slot
+from kvjax.memory import in_units, nbytes, on_host
+from kvjax.serve import kept_files
+from kvjax.serve.beginnings import (
+    KeptRow,
+    KeptRows,
+    SharedPrefixes,
+    at_home,
+    bytes_of,
+    capacities_of,
+    same_tokens,
+)
 from kvjax.serve.prefixes import prefixed_like
 from kvjax.serve.requests import (
     NOT_FINITE,
-    STOPS,
     EngineBusy,
     Request,
     Stats,
@@ -63,7 +78,32 @@ from kvjax.serve.requests import (
     stop_ids,
     token_ids,
 )
+from kvjax.serve.scheduler import LONGEST, Assign, Begin, Park, Prompt, Read, Scheduler, Work
+from kvjax.serve.slots import (
+    RowKind,
+    Rows,
+    SharedStart,
+    Slots,
+    all_finite,
+    can_truncate,
+    capacities,
+    committed,
+    copy_of_row,
+    copy_of_slot,
+    first_tokens,
+    in_host,
+    long_rows,
+    read_chunk,
+    row_from,
+    row_of,
+    with_small_slots,
+)
 from kvjax.spec import require_int
+from kvjax.validation import check_alive
+
+T = TypeVar("T")
+INTERRUPTED = "a step was interrupted while it changed the arrays of the engine"
+IN_FLIGHT = 2  # chunks that the device may be behind; more would only make others wait
 
 
 @dataclasses.dataclass
@@ -74,6 +114,52 @@ class _Block:
     tokens: Array  # i32[slots, ROOM]
     steps: Array  # i32[]
     bad: Array  # bool[2, slots], rows without a best token, before and after
+
+
+@dataclasses.dataclass
+class _Reading:
+    """The row into which a prompt is read."""
+
+    row: Cache
+    tokens: int  # that are stored
+    logits: Any = None
+    homes: Any = None  # the shardings of row and logits that are parked in host memory
+
+
+@dataclasses.dataclass
+class _Leaving:
+    """A kept row whose tokens are not known yet, or not known to be finite."""
+
+    row: KeptRow
+    request: Request
+    prompt_only: bool
+
+
+class _Turns:
+    """A lock that threads get in the order in which they ask for it. With `threading.Lock` one
+    that steps again and again would keep all others out.
+    """
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._line = deque[object]()
+
+    def __enter__(self) -> None:
+        mine = object()
+        with self._condition:
+            self._line.append(mine)
+            try:
+                while self._line[0] is not mine:
+                    self._condition.wait()
+            except BaseException:
+                self._line.remove(mine)
+                self._condition.notify_all()
+                raise
+
+    def __exit__(self, *error: object) -> None:
+        with self._condition:
+            self._line.popleft()
+            self._condition.notify_all()
 
 
 class Engine:
@@ -91,25 +177,32 @@ class Engine:
     Args:
       model: a `kvjax.models.Checkpoint`, or a model as `kvjax.generation.Model` describes it.
       cache: for a checkpoint a policy or its text, such as "fier:budget=256"; for another model
-        an empty cache of `kvjax.init`, whose rows are the slots.
-      slots, capacity: rows, and tokens that each can hold; only with a checkpoint. small_slots:
-      more slots of smaller capacity, how many of each, such as {8192: 12}: a short request then
-      takes less
-        memory than the longest. Logits then differ by rounding from one capacity to another. No
-        prompt is then read before a slot for it is free.
+        an empty cache of `kvjax.init`, whose rows are the slots. The engine takes it over.
+      slots, capacity: rows, and tokens that each can hold; only with a checkpoint.
+      small_slots: more slots of smaller capacity, how many of each, such as {8192: 12}: a short
+        request then takes less memory than the longest. Logits then differ by rounding from one
+        capacity to another. No prompt is then read before a slot for it is free.
       block: tokens of each row between two looks at waiting requests. A larger block is faster,
         a smaller one reads prompts and frees slots sooner.
       chunk: tokens of a prompt that are read at once. Larger ones are faster on a GPU, and rows
         that decode wait for each. None reads prompts whole, so that each attends to itself
         exactly whatever its cache stores.
-      prompt_tokens: most tokens of prompts that are read between two blocks while rows decode;
-        by default one chunk. More fill slots sooner, and let the rows that decode wait longer.
-      max_waiting: requests that may wait for a slot. prefixes, prefix_tokens: prefixes that are
-      stored once beside the slots, and the most tokens of each. A prompt may
-        then be longer than a slot by what its prefix holds.
+      prompt_tokens: most tokens of prompts that a step reads, if one chunk is not more; by
+        default one chunk. More fill slots sooner, and let the rows that decode wait longer.
+      readers: most prompts that are read at once, each into a row beside the slots. A prompt
+        begins beside others if a slot is free for it and it is at most half as long as what
+        each of them has left. Rows are made when they are first needed, and stay.
+      max_waiting: requests that may wait for a slot.
+      prefixes, prefix_tokens: prefixes that are stored once beside the slots, and the most
+        tokens of each. A prompt may then be longer than a slot by what its prefix holds.
       sharers: most requests that use one stored prefix; more of them store it again. A step
         computes for so many requests of each prefix, used or not, so give the number of answers
         to a prompt if it is known. None: all.
+      prefix_bytes: bytes of rows that are kept after their requests; prompts that begin like
+        them read only what is new. A row counts with the tokens that it has room for, a power
+        of two of at least 64. 0 keeps none.
+      prefix_host_bytes: bytes of kept rows that move to host memory when `prefix_bytes` are in
+        use.
       park: prompts that are read ahead while all slots are in use, and wait in host memory.
       stop_tokens: of requests that name none; by default those of the checkpoint, after chat
         messages those of chats.
@@ -117,7 +210,8 @@ class Engine:
         default.
 
     Raises:
-      ValueError: a cache that holds tokens, or settings that do not fit together.
+      ValueError: a cache that holds tokens or was given to another engine, settings that do not
+        fit together, or more memory than the device has.
     """
 
     def __init__(
@@ -131,10 +225,13 @@ class Engine:
         block: int = 16,
         chunk: int | None = 512,
         prompt_tokens: int | None = None,
+        readers: int = 3,
         max_waiting: int = 256,
         prefixes: int = 0,
         prefix_tokens: int = 0,
         sharers: int | None = None,
+        prefix_bytes: int = 0,
+        prefix_host_bytes: int = 0,
         park: int = 0,
         stop_tokens: int | Iterable[int] | None = None,
         processors: Processors | None = None,
@@ -142,20 +239,15 @@ class Engine:
         self.tokenizer: Any = None
         self._checkpoint: Any = None
         if hasattr(model, "init_cache") and hasattr(model, "encode"):
-            if slots is None or capacity is None:
-                raise ValueError(
-                    "Engine(checkpoint) needs slots=..., the rows of its cache, and capacity=... of a row"
-                )
-            made = model.init_cache(
-                cache, batch=require_int("slots", slots, at_least=1), capacity=capacity
-            )
-            processors = model.processors if processors is None else processors
             self.tokenizer, self._checkpoint = model.tokenizer, model
-            model, cache = model.model, made
+            cache = _cache_of(model, cache, slots, capacity)
+            processors = model.processors if processors is None else processors
+            model = model.model
         elif slots is not None or capacity is not None:
             raise ValueError(
                 "slots and capacity are for a checkpoint; make the cache of a model with kvjax.init"
             )
+        check_alive("Engine", cache)
         check_model_cache(model, cache)
         model = as_model(model)
         if np.any(on_host(cache.length)):
@@ -164,79 +256,97 @@ class Engine:
             )
         self.block = min(require_int("block", block, at_least=1), ROOM)
         self.chunk = LONGEST if chunk is None else require_int("chunk", chunk, at_least=2)
-        most = self.chunk if prompt_tokens is None else prompt_tokens
+        most = (1 if chunk is None else chunk) if prompt_tokens is None else prompt_tokens
         self.prompt_tokens = require_int("prompt_tokens", most, at_least=1)
         self.max_waiting = require_int("max_waiting", max_waiting, at_least=1)
-        self.park, self._parked = require_int("park", park, at_least=0), deque[places.Reading]()
-        rows, self._places = cache, None
+        self.readers = require_int("readers", readers, at_least=1)
+        park = require_int("park", park, at_least=0)
+
+        # The cache of the slots, and the kind of the rows into which prompts are read.
+        rows = cache
+        self._shared: SharedPrefixes | None = None
         if require_int("prefixes", prefixes, at_least=0):
             tokens = require_int("prefix_tokens", prefix_tokens, at_least=1)
-            by: Any = {"prefixes": prefixes, "sharers": sharers}
-            rows, cache = places.long_rows(cache, tokens), prefixed_like(cache, tokens, **by)
-            self._places = places.Places.of(cache, prefixes, sharers)
+            what = f"prefixes={prefixes} of prefix_tokens={tokens}"
+            plain = cache
+            rows = long_rows(cache, tokens)
+            cache = _allocated(
+                what,
+                lambda: prefixed_like(plain, tokens, prefixes=prefixes, sharers=sharers),
+            )
+            self._shared = SharedPrefixes.of(cache, prefixes, sharers)
         elif prefix_tokens or sharers is not None:
             raise ValueError(
                 "prefix_tokens and sharers are for stored prefixes; say how many there are: prefixes=..."
             )
         if small_slots:
-            cache = places.with_small_slots(cache, small_slots)
-        self.slots, self._capacities = cache.spec.batch, places.capacities(cache)
-        self._stop_tokens = None if stop_tokens is None else stop_ids(stop_array(stop_tokens))
-        self._processors = check_processors(Processors() if processors is None else processors)
+            one_size = cache
+            cache = _allocated(
+                f"small_slots={small_slots}", lambda: with_small_slots(one_size, small_slots)
+            )
         self._whole = model
         self._model: prefilling.Model = Flat.of(model)
-        self._anchor = prefilling._committed(model)
-        _, self._cache = commit_together((self._anchor, cache))
-        self._logits: Any = None  # f32[slots, V], once the model has told V
-        self._active: Any = (
-            None  # bool[slots] on the device, rows that have drawn no stop token
-        )
-        layers = tuple((layer.policy, layer.spec, layer.placement) for layer in rows.layers)
-        self._kind = layers, cache.rotated_for is not None
-        self._spare: Any = None  # a row whose arrays the next one takes
-        # An empty row without its arrays, to check requests by.
-        self._empty = jax.tree.map(
-            zeros_like, jax.eval_shape(partial(places.empty_row, *self._kind))
-        )
-        self._reader: Any = (
-            FlatLayers.of(model) if prefilling.by_layer(model, self._empty) else self._model
-        )
-        self._first = partial(places.first_tokens, spec=self._empty.spec)
-        smaller = (
-            prefilling.CPU_CHUNKS if jax.default_backend() == "cpu" else prefilling.GPU_CHUNKS
-        )[1:]
-        self._sizes = (self.chunk, *(size for size in smaller if size < self.chunk))
-        self._whole_prompts = chunk is None or any(
-            layer.policy.observes for layer in rows.layers
-        )
-        # A row that is rotated for its final length has other keys than one of another length.
-        self._can_share = (
-            not self._whole_prompts
-            and cache.rotated_for is None
-            and places.can_share(self._first, cache)
-        )
-        # By the smallest capacity of slots in which they fit: groups of requests for one
-        # prompt, in order of arrival.
-        self._waiting = {
-            most: deque[tuple[int, list[Request]]]() for most in sorted(set(self._capacities))
-        }
-        self._arrivals, self._unseated = (
-            itertools.count(),
-            0,
-        )  # live requests that no slot holds
-        self._reading: places.Reading | None = None
-        self._seated: list[Request | None] = [None] * self.slots
-        self._dirty: set[int] = set()  # slots that hold tokens of a request that has left
-        self._blocks: deque[_Block] = deque()
-        self._news: dict[Request, None] = {}
-        self._drawn: tuple[list[Any], Draws | None] = [], None  # of the last block, by slot
-        self._failed: Exception | None = None
-        self._lock = threading.RLock()
-        self._prompt_tokens = self._shared_tokens = self._new_tokens = self._steps = (
-            self._used
-        ) = 0
+        self._slots = Slots(cache, shares=self._shared is not None)
+        self._rows = Rows(RowKind.of(rows), most=self.readers)
+        self._spec = self._rows.empty.spec
+        self._reader: Any = self._model
+        if prefilling.by_layer(model, self._rows.empty):
+            self._reader = FlatLayers.of(model)
 
-    # -------------------------------------------------------------------------------------------------------- requests
+        # How prompts are read, and whether they may begin with copies.
+        on_cpu = jax.default_backend() == "cpu"
+        smaller = (prefilling.CPU_CHUNKS if on_cpu else prefilling.GPU_CHUNKS)[1:]
+        self._sizes = (self.chunk, *(size for size in smaller if size < self.chunk))
+        observes = any(policy.observes for policy in self._rows.kind.policies)
+        self._whole_prompts = chunk is None or observes
+        # A row that is rotated for its final length has other keys than one of another length.
+        copies = not self._whole_prompts and not self._rows.kind.rotated
+        self._can_share = copies and can_truncate(self._slots.cache, self._spec)
+        self._kept: KeptRows | None = None
+        if require_int("prefix_bytes", prefix_bytes, at_least=0):
+            self._check_keeps(chunk, observes)
+            limit = require_int("prefix_host_bytes", prefix_host_bytes, at_least=0)
+            self._kept = KeptRows(prefix_bytes, limit, cuts=self._can_share)
+            self._kept_sizes = {
+                size: self._bytes_of_row(size) for size in capacities_of(self._spec.capacity)
+            }
+        elif prefix_host_bytes:
+            raise ValueError(
+                "prefix_host_bytes takes rows from prefix_bytes; say how many bytes stay on the device: "
+                "prefix_bytes=..."
+            )
+
+        self.slots = self._slots.count
+        self._stop_tokens = None if stop_tokens is None else stop_ids(stop_array(stop_tokens))
+        self._processors = check_processors(Processors() if processors is None else processors)
+        self._scheduler = Scheduler(
+            capacities(self._slots.cache),
+            prompt_tokens=self.prompt_tokens,
+            readers=self.readers,
+            park=park,
+            admit=self._admit,
+        )
+        self._turns = _Turns()  # to step
+        self._lock = threading.Lock()  # of the books: scheduler, requests and counts
+        # Read and written by the thread whose turn it is.
+        self._readings = dict[Prompt, _Reading]()
+        self._starts = dict[Prompt, SharedStart]()  # where rows of a prompt begin
+        self._to_clear = set[int]()  # slots that hold tokens of a request that has left
+        self._leaving = list[_Leaving]()
+        self._in_flight = deque[Array]()  # logits of the last chunks
+        self._blocks = deque[_Block]()
+        self._drawn: tuple[list[Any], Draws | None] = [], None  # of the last block, by slot
+        # Read and written with the lock of the books.
+        self._news = dict[Request, None]()
+        self._failed: Exception | None = None
+        self._in_change = False
+        self._prompt_tokens = 0
+        self._shared_tokens = 0
+        self._new_tokens = 0
+        self._steps = 0
+        self._used = 0  # tokens drawn in all slots
+
+    # ------------------------------------------------------------------ requests
 
     def submit(
         self,
@@ -253,9 +363,10 @@ class Engine:
 
         Args:
           prompt: token ids, or with a checkpoint a text or chat messages.
-          max_new_tokens: of each answer. sampling, key: how tokens are drawn, as in
-          `kvjax.generate` with a batch of n rows of this prompt. stop_tokens: at most 16 ids
-          that end the answer.
+          max_new_tokens: of each answer.
+          sampling, key: how tokens are drawn, as in `kvjax.generate` with a batch of n rows of
+            this prompt.
+          stop_tokens: at most 16 ids that end the answer.
 
         Raises:
           EngineBusy: `max_waiting` requests are waiting.
@@ -267,43 +378,36 @@ class Engine:
             raise ValueError(
                 f"submit(n={n}) asks for more answers than may wait: max_waiting={self.max_waiting}"
             )
-        checkpoint, stop = (
-            self._checkpoint,
-            self._stop_tokens if stop_tokens is None else stop_tokens,
-        )
-        chat = (
-            isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping)
-        )
-        if checkpoint is not None and (chat or isinstance(prompt, str)):
-            prompt = checkpoint.encode(prompt)
-        if stop is None:
-            stop = (
-                ()
-                if checkpoint is None
-                else checkpoint.chat_stop_tokens
-                if chat
-                else checkpoint.stop_tokens
+        ids, stop = self._encoded(prompt, stop_tokens)
+        tokens, lengths = pad_prompt(token_ids(ids), rows=1)
+        stops = stop_ids(
+            check_request(
+                self._whole,
+                self._rows.empty,
+                tokens,
+                lengths,
+                max_new_tokens=max_new_tokens,
+                stop_tokens=stop,
             )
-        tokens, lengths = pad_prompt(token_ids(prompt), rows=1)
-        limits: Any = {"max_new_tokens": max_new_tokens, "stop_tokens": stop}
-        stops = stop_ids(check_request(self._whole, self._empty, tokens, lengths, **limits))
-        if self._places:
-            self._places.check_room(len(tokens[0]), max_new_tokens, self._cache.spec.capacity)
+        )
+        if self._shared is not None:
+            room = self._slots.cache.spec.capacity
+            self._shared.check_room(len(tokens[0]), max_new_tokens, room)
         draws = rows_of_draws(Draws.of(sampling, key, n), n)
         made = [Request(tokens[0], max_new_tokens, draw, stops, self) for draw in draws]
+        known = 0 if self._kept is None else self._kept.find(tokens[0])[1]
         with self._lock:
             if self._failed is not None:
                 raise RuntimeError(
                     "a step of this engine has failed; make a new one"
                 ) from self._failed
-            if self._unseated + n > self.max_waiting:
+            waiting = self._scheduler.waiting
+            if waiting + n > self.max_waiting:
                 raise EngineBusy(
-                    f"{self._unseated} requests wait and the engine takes {self.max_waiting}; run `step` until fewer "
+                    f"{waiting} requests wait and the engine takes {self.max_waiting}; run `step` until fewer "
                     "wait, and submit again"
                 )
-            self._unseated += n
-            queue = next(queue for most, queue in self._waiting.items() if most >= made[0].size)
-            queue.append((next(self._arrivals), made))
+            self._scheduler.add(made, tokens=len(tokens[0]) - known, size=made[0].size)
         return made
 
     def cancel(self, request: Request) -> None:
@@ -317,35 +421,39 @@ class Engine:
 
     def stats(self) -> Stats:
         with self._lock:
+            decoding = sum(request is not None for request in self._scheduler.running)
             return Stats(
                 slots=self.slots,
-                decoding=sum(request is not None for request in self._seated),
-                waiting=self._unseated,
+                decoding=decoding,
+                waiting=self._scheduler.waiting,
                 prompt_tokens=self._prompt_tokens,
                 shared_tokens=self._shared_tokens,
-                parked=len(self._parked),
-                prefixes=sum(map(bool, self._places.users)) if self._places else 0,
+                parked=len(self._scheduler.parked),
+                prefixes=0 if self._shared is None else self._shared.in_use,
                 new_tokens=self._new_tokens,
                 steps=self._steps,
+                kept=0 if self._kept is None else self._kept.count,
+                kept_bytes=0 if self._kept is None else self._kept.nbytes,
+                kept_host_bytes=0 if self._kept is None else self._kept.host_nbytes,
                 fill=self._used / max(self._steps * self.slots, 1),
             )
 
     def row(self, request: Request) -> Cache:
-        """A copy of the row of a request that is decoding, as a cache of batch 1: its prompt
-        and its tokens so far.
+        """A copy of the row of a request that is running, as a cache of batch 1: its prompt and
+        its tokens so far. Waits for a step of another thread.
         """
-        with self._lock:
-            check_own("row", self, request)
-            if request not in self._seated:
+        check_own("row", self, request)
+        with self._turns:
+            slot = self._scheduler.slot_of(request)
+            if slot is None:
                 raise ValueError(
-                    f"the request is {request.state}, so no slot holds its tokens; ask while it decodes"
+                    f"the request is {request.state}, so no slot holds its tokens; ask while it runs"
                 )
-            slot = self._seated.index(request)
             while self._blocks:  # so that the row and `tokens` are alike
                 self._receive()
-            return places.row_of(self._cache, Slot.of(self._cache, slot), self._empty.spec)
+            return row_of(self._slots.cache, self._slots.at(slot), self._spec)
 
-    # ----------------------------------------------------------------------------------------------------------- steps
+    # ------------------------------------------------------------------ steps
 
     def run(self, requests: Sequence[Request] | None = None) -> None:
         """Steps until these requests are done, or all."""
@@ -361,315 +469,320 @@ class Engine:
         the block before; returns the requests with new tokens or an end. Nothing to do returns
         none.
 
-        Other threads may submit and cancel while it waits. An exception ends all requests
-        (`Request.error`).
+        Other threads may submit and cancel meanwhile. An exception ends all requests
+        (`Request.error`). So does an interrupt (Ctrl-C), unless it comes while the step waits
+        for the device: a notebook that goes on after one takes steps inside of
+        `kvjax.generation.interrupts_wait()`.
         """
-        try:
-            with interrupts_wait(), self._lock:  # arrays that are donated would be gone
-                for slot, request in enumerate(self._seated):
-                    if request is not None and request.asked == request.max_new_tokens:
-                        self._leave(slot)
+        with self._turns:
+            try:
+                asked = self._failed is None and self._ask()
                 # Rules that change logits count the tokens of the block before.
-                late = (
-                    1 if self._failed is None and self._send() and self._processors.idle else 0
-                )
-            while True:
-                with self._lock:
-                    if len(self._blocks) <= late:
-                        news, self._news = list(self._news), {}
-                        return news
-                    block = self._blocks[0]
-                jax.block_until_ready((block.tokens, block.steps, block.bad))
-                with interrupts_wait(), self._lock:
-                    if self._blocks and self._blocks[0] is block:
-                        self._receive()
-        except Exception as error:
-            with self._lock:
+                late = 1 if asked and self._processors.idle else 0
+                while len(self._blocks) > late:
+                    self._receive()
+            except Exception as error:
                 self._fail(error)
-            raise
+                raise
+            except BaseException:
+                if self._in_change:
+                    self._fail(RuntimeError(INTERRUPTED))
+                raise
+            with self._lock:
+                news = list(self._news)
+                self._news = {}
+            return news
 
     def warm_up(self, *, draws: bool = True) -> None:
         """Compiles the programs that `step` runs: the chunks of a prompt, the move into a slot,
         and decoding, also with `draws`. Call it before the first request."""
-        with self._lock:
+        with self._turns:
             if self._has_work():
                 raise ValueError(
                     "warm_up takes an idle engine: it writes to its slots; call it before any request"
                 )
-            slots = {
-                capacity: slot for slot, capacity in enumerate(self._capacities)
-            }.values()  # one of each
-            for size in self._sizes if not self._whole_prompts else ():
-                tokens, length = np.zeros((1, size), np.int32), np.ones(1, np.int32)
-                logits, row = _read_chunk(
-                    self._reader, self._new_row(), tokens, length, first_chunk=False
-                )
-                self._spare = row
-                for slot in slots:
-                    for store in (False, True) if self._places else (False,):
-                        self._seat(slot, row, logits, places.Seat(0 if store else -1, 0, store))
-                    self._dirty.add(slot)
-                self._spare = self._new_row()
-            self._clean()
-            if self._logits is not None:
-                for drawn in (None, stack_draws([None] * self.slots)) if draws else (None,):
-                    self._run_block(drawn, np.zeros(self.slots, np.int32))
-                for slot in slots if self._can_share else ():
-                    self._first(self._cache, Slot.of(self._cache, slot), np.zeros(1, np.int32))
-
-    def _has_work(self) -> bool:
-        return any(
-            (*self._waiting.values(), self._parked, self._blocks, self._reading, *self._seated)
-        )
-
-    def _being_read(self) -> list[list[Request]]:
-        return [
-            reading.requests
-            for reading in (*self._parked, self._reading)
-            if reading is not None
-        ]
-
-    def _fill_slots(self) -> None:
-        left = self.prompt_tokens
-        while left > 0:
-            self._seat_those_read()
-            if self._reading is None and not self._start_reading():
+            for size in () if self._whole_prompts else self._sizes:
+                self._warm_chunk(size)
+            self._clear()
+            if self._slots.logits is None:
                 return
-            reading = self._reading
-            assert reading is not None
-            if not reading.chunks and len(self._parked) >= self.park:
-                return  # it waits for a slot
-            if not reading.chunks:
-                self._parked.append(places.parked(reading))
-                self._reading = None
-                continue
-            try:
-                left -= self._read(reading)
-            except Exception as error:  # such as too little memory: the others go on
-                self._reading = None
-                self._end_all(reading.requests, error)
-                continue
-            if not any(self._seated):
-                left = max(left, 1)  # nobody waits for this prompt
-        self._seat_those_read()
+            nothing = np.zeros(self.slots, np.int32)
+            for drawn in (None, stack_draws([None] * self.slots)) if draws else (None,):
+                self._decode(drawn, nothing)
+            if self._can_share:
+                for slot in self._slot_of_each_size():
+                    self._first_tokens(slot, 0)
+            if self._kept is not None:
+                self._warm_kept()
 
-    def _start_reading(self) -> bool:
-        while group := self._next_waiting():
-            prompt = group[0].prompt
-            for request in group:
-                request.state = "reading"
-            try:
-                cache, start = self._beginning(prompt)
-            except Exception as error:
-                self._end_all(group, error)
-                continue
-            if cache.rotated_for is not None:
-                cache = self._whole.rotate_for(
-                    cache, jnp.array([len(prompt) + group[0].max_new_tokens], jnp.int32)
-                )
+    def save_prefixes(self, directory: str | Path) -> int:
+        """Saves the kept rows in a directory, in place of those that an earlier call saved
+        there; returns how many. Waits for a step of another thread.
+
+        Raises:
+          ValueError: an engine that keeps none.
+          OSError: the directory cannot be written.
+        """
+        kept = self._keeping("save_prefixes")
+        with self._turns:
+            return kept_files.save(directory, kept.rows(), self._whole)
+
+    def restore_prefixes(self, directory: str | Path) -> int:
+        """Keeps the rows that `save_prefixes` saved, as far as there is room for their bytes,
+        and returns how many. Waits for a step of another thread.
+
+        Raises:
+          FileNotFoundError: the directory holds no saved prefixes.
+          ValueError: an engine that keeps none; prefixes of another model or another cache.
+          DamagedSaveError: (a ValueError) files that are not those that were written.
+        """
+        kept = self._keeping("restore_prefixes")
+        with self._turns:
+            before = kept.count
+            for tokens, capacity, read in kept_files.saved(directory, self._whole):
+                size = self._kept_sizes.get(capacity)
+                if size is None:
+                    continue  # of an engine with larger slots
+                like = self._shapes_of_row(capacity)
+                row = kept.hold(partial(self._restored, read, like), size)
+                if row is not None:
+                    kept.settle(row, tokens)
+            return kept.count - before
+
+    # ------------------------------------------------------------------ what a step does
+
+    def _ask(self) -> bool:
+        """Does the work of a step, and asks the device for a block; false if no row runs."""
+        with self._lock:
+            self._scheduler.begin_step()
+            for slot, request in self._running():
+                if request.asked == request.max_new_tokens:  # all its tokens are asked for
+                    self._leave(slot)
+        with self._change():
+            self._look_after_vacated()
+        while True:
+            with self._lock:
+                finished = self._scheduler.take_finished()
+                work = self._scheduler.schedule()
+            for prompt in finished:
+                self._release(prompt)
+            if work is None:
+                break
+            with self._change():
+                self._do(work)
+            self._wait_for_chunks()
+        with self._change():
+            self._look_after_vacated()
+            self._clear()
+            return self._ask_for_block()
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """Marks work that must run to its end: arrays that are donated would be gone."""
+        self._in_change = True
+        yield
+        self._in_change = False
+
+    def _do(self, work: Work) -> None:
+        match work:
+            case Begin(prompt):
+                self._begin(prompt)
+            case Read(prompt, tokens):
+                self._read(prompt, tokens)
+            case Park(prompt):
+                reading = self._readings[prompt]
+                both, reading.homes = in_host((reading.row, reading.logits))
+                reading.row, reading.logits = both
+            case Assign():
+                self._assign(work)
+
+    def _begin(self, prompt: Prompt) -> None:
+        """Makes a row for a prompt, with what is known of its beginning."""
+        request: Any = prompt.answers[0]
+        ids = request.prompt
+        try:
+            row, start = self._beginning(ids)
+        except Exception as error:  # such as too little memory: the others go on
+            with self._lock:
+                if _is_out_of_memory(error) and len(self._scheduler.reading) > 1:
+                    self._scheduler.put_back(prompt)
+                else:
+                    self._end_all(prompt.requests, error)
+            return
+        if row.rotated_for is not None:
+            final = jnp.array([len(ids) + request.max_new_tokens], jnp.int32)
+            row = self._whole.rotate_for(row, final)
+        self._readings[prompt] = _Reading(row, start)
+        with self._lock:
+            self._scheduler.begin(prompt, self._chunks(len(ids), start))
             self._shared_tokens += start
-            chunks = [prefilling.chunk_size(len(prompt), LONGEST)]
-            if not self._whole_prompts:
-                chunks = prefilling.cut(len(prompt), self._sizes)[start // self.chunk :]
-            self._reading = places.Reading(group, cache, chunks, start)
-            return True
-        return False
 
-    def _next_waiting(self) -> list[Request]:
-        """Takes the first requests out of the queues for which a slot is free, and leaves those
-        slots alone for which others have waited longer. If all slots are alike, a prompt is
-        read ahead of a free one."""
-        for queue in self._waiting.values():
-            while queue and all(request.done for request in queue[0][1]):
-                queue.popleft()
-        free = [
-            capacity
-            for one, capacity in zip(self._seated, self._capacities, strict=True)
-            if one is None
-        ]
-        for fit in sorted(
-            (fit for fit, queue in self._waiting.items() if queue),
-            key=lambda n: self._waiting[n][0][0],
-        ):
-            if fit == LONGEST or any(capacity >= fit for capacity in free):
-                return [
-                    request for request in self._waiting[fit].popleft()[1] if not request.done
-                ]
-            free = [capacity for capacity in free if capacity < fit]
-        return []
+    def _chunks(self, tokens: int, start: int) -> list[int]:
+        """The sizes in which a prompt is read from token `start` on."""
+        if self._whole_prompts:
+            return [prefilling.chunk_size(tokens, LONGEST)]
+        if start % self.chunk:
+            return prefilling.cut(tokens - start, self._sizes)
+        return prefilling.cut(tokens, self._sizes)[start // self.chunk :]
 
     def _beginning(self, prompt: np.ndarray) -> tuple[Cache, int]:
-        """A row that holds the first tokens of the prompt, and how many: those of a running row
-        in whole chunks, so that the rest is read in the chunks in which the whole would be."""
-        best, source, known = 0, -1, True
-        for slot, request in enumerate(self._seated if self._can_share else ()):
-            if request is not None:
-                same = (
-                    min(places.same_tokens(request.prompt, prompt), len(prompt) - 1)
-                    // self.chunk
-                    * self.chunk
-                )
-                best, source, known = max(
-                    (best, source, known), (same, slot, bool(request.tokens))
-                )
-        if best == 0 or not (known or places.all_finite(on_host(self._logits)[source])):
-            return self._new_row(), 0
-        return self._first(
-            self._cache, Slot.of(self._cache, source), np.array([best], np.int32)
-        ), best
-
-    def _new_row(self) -> Cache:
-        row, self._spare = self._spare, None
-        made = (
-            places.empty_row(*self._kind) if row is None else places.emptied(*self._kind, row)
-        )
-        return commit_together((self._anchor, made))[1]
-
-    def _drop_row(self, reading: places.Reading) -> None:
-        """Keeps the arrays of a row that is not needed any more, so that the rows of all
-        prompts take those of one.
+        """A row that holds the first tokens of the prompt, and how many: copied from a kept row
+        or one that runs, whichever has more.
         """
-        if reading.homes is None:
-            self._spare = reading.cache
+        kept, tokens = (None, 0) if self._kept is None else self._kept.find(prompt)
+        source, same = self._running_beginning(prompt)
+        if same > tokens:
+            return self._first_tokens(source, same), same
+        if kept is None or self._kept is None:
+            return self._rows.make(), 0
+        self._kept.use(kept)
+        row = row_from(
+            at_home(kept),
+            np.array([tokens], np.int32),
+            capacity=self._spec.capacity,
+            cuts=self._kept.cuts,
+        )
+        return committed(row), tokens
 
-    def _read(self, reading: places.Reading) -> int:
-        """Reads one chunk of a prompt, and returns its size."""
-        size, alone = (
-            reading.chunks.pop(0),
-            self._whole_prompts,
-        )  # a whole prompt attends to nothing but itself
-        prompt = reading.requests[0].prompt[reading.start : reading.start + size]
+    def _running_beginning(self, prompt: np.ndarray) -> tuple[int, int]:
+        """The slot of a row that begins like a prompt, and for how many tokens: whole chunks,
+        so that the rest is read in the chunks in which the whole would be.
+        """
+        best = (-1, 0, True)
+        for slot, request in self._running() if self._can_share else ():
+            same = min(same_tokens(request.prompt, prompt), len(prompt) - 1)
+            same = same // self.chunk * self.chunk
+            known = bool(request.tokens)  # to be finite
+            if (same, known) > best[1:]:
+                best = (slot, same, known)
+        slot, same, known = best
+        if same and not known and not all_finite(on_host(self._slots.logits)[slot]):
+            return -1, 0
+        return slot, same
+
+    def _first_tokens(self, slot: int, tokens: int) -> Cache:
+        length = np.array([tokens], np.int32)
+        return first_tokens(self._slots.cache, self._slots.at(slot), length, spec=self._spec)
+
+    def _wait_for_chunks(self) -> None:
+        """Waits until the device has few chunks to read: others may come meanwhile, and one of
+        them may be shorter.
+        """
+        while len(self._in_flight) >= IN_FLIGHT:
+            jax.block_until_ready(self._in_flight[0])
+            self._in_flight.popleft()
+
+    def _read(self, prompt: Prompt, size: int) -> None:
+        """Reads one chunk of a prompt."""
+        request: Any = prompt.answers[0]
+        reading = self._readings[prompt]
+        piece = request.prompt[reading.tokens : reading.tokens + size]
         tokens = np.zeros((1, size), np.int32)
-        tokens[0, : len(prompt)] = prompt
-        length = np.array([len(prompt)], np.int32)
-        reading.logits, reading.cache = _read_chunk(
-            self._reader, reading.cache, tokens, length, first_chunk=alone
-        )
-        reading.start += len(prompt)
-        self._prompt_tokens += len(prompt)
-        return size
+        tokens[0, : len(piece)] = piece
+        length = np.array([len(piece)], np.int32)
+        try:  # a whole prompt attends to nothing but itself
+            reading.logits, reading.row = read_chunk(
+                self._reader, reading.row, tokens, length, first_chunk=self._whole_prompts
+            )
+        except Exception as error:  # such as too little memory: the others go on
+            del self._readings[prompt]
+            with self._lock:
+                self._end_all(prompt.requests, error)
+            return
+        self._in_flight.append(reading.logits)
+        reading.tokens += len(piece)
+        with self._lock:
+            self._prompt_tokens += len(piece)
 
-    def _seat_those_read(self) -> None:
-        """Puts the rows that are read into free slots, one for each of their requests, in order
-        of arrival.
-        """
-        while self._parked and self._seat_read(self._parked[0]):
-            self._drop_row(self._parked.popleft())
-        reading = self._reading
-        unwanted = reading is not None and all(request.done for request in reading.requests)
-        if reading and (
-            unwanted or (not self._parked and not reading.chunks and self._seat_read(reading))
-        ):
-            self._drop_row(reading)
-            self._reading = None
+    def _admit(self, prompt: Prompt) -> bool:
+        """Whether a prompt that is read can have a slot; it may have to wait for a prefix."""
+        if self._shared is None:
+            return True
+        request: Any = prompt.answers[0]
+        start = self._starts.get(prompt)
+        if start is None or not self._shared.takes(start):
+            others = [other.prompt for other in self._others(prompt)]
+            room = self._slots.cache.spec.capacity - request.max_new_tokens
+            start = self._shared.find(request.prompt, len(prompt.requests), others, room)
+        if start is None:
+            return False
+        self._starts[prompt] = start
+        return True
 
-    def _seat_read(self, reading: places.Reading) -> bool:
-        """Puts a row into free slots; true if none of its requests is left."""
-        reading.requests = left = [request for request in reading.requests if not request.done]
-        free = [
-            i
-            for i, one in enumerate(self._seated)
-            if one is None and left and self._capacities[i] >= left[0].size
-        ]
-        for slot in sorted(free, key=self._capacities.__getitem__):  # from small to large
-            request = left[0]
-            if self._places and not (reading.seat and self._places.takes(reading.seat)):
-                others = [other.prompt for other in self._others(request)]
-                room = self._cache.spec.capacity - request.max_new_tokens
-                reading.seat = self._places.find(request.prompt, len(left), others, room)
-                if reading.seat is None:
-                    break  # it waits for a prefix to be free
-                if reading.seat.store and not places.all_finite(
-                    reading.logits
-                ):  # it would spoil its sharers
-                    self._end_all(left, FloatingPointError(NOT_FINITE))
-                    return True
-            if reading.homes is not None:
-                homes, reading.homes = reading.homes, None
-                reading.cache, reading.logits = jax.device_put(
-                    (reading.cache, reading.logits), homes
+    def _others(self, prompt: Prompt) -> Iterator[Request]:
+        """The requests with which a prompt may share its beginning."""
+        yield from (request for _, request in self._running())
+        for other in self._scheduler.prompts(2 * self.slots):
+            if other is not prompt:
+                first: Any = other.answers[0]
+                yield first
+
+    def _assign(self, work: Assign) -> None:
+        """Puts the row of a prompt into a slot."""
+        request: Any = work.request
+        before: Any = work.before
+        if before is not None:
+            self._keep(work.slot, before)
+        reading = self._readings[work.prompt]
+        if reading.homes is not None:
+            reading.row, reading.logits = jax.device_put(
+                (reading.row, reading.logits), reading.homes
+            )
+            reading.homes = None
+        start = self._starts.get(work.prompt, SharedStart())
+        if start.store and not all_finite(reading.logits):  # it would spoil its sharers
+            with self._lock:
+                self._end_all(
+                    [work.request, *work.prompt.requests], FloatingPointError(NOT_FINITE)
                 )
-            self._seat(slot, reading.cache, reading.logits, reading.seat or places.Seat())
-            if self._places and reading.seat:
-                self._places.use(reading.seat, slot, request.prompt)
-                reading.seat = dataclasses.replace(reading.seat, store=False)
-            self._seated[slot], request.state = left.pop(0), "decoding"
-            self._unseated -= 1
-            self._dirty.discard(slot)
-            if not left:
-                break
-        return not left
+            return
+        self._slots.assign(work.slot, reading.row, reading.logits, start)
+        self._to_clear.discard(work.slot)
+        self._drawn = [], None
+        if self._shared is not None:
+            with self._lock:
+                if not request.done:  # it may have been cancelled meanwhile
+                    self._shared.use(start, work.slot, request.prompt)
+                elif start.store:
+                    self._shared.store(start, request.prompt)
+            self._starts[work.prompt] = dataclasses.replace(start, store=False)
+        first = request is work.prompt.answers[0]
+        if first and self._kept is not None and not self._kept.cuts:
+            self._keep_prompt(reading.row, request)
 
-    def _others(self, request: Request) -> Iterator[Request]:
-        """The requests with which another may share the beginning of its prompt."""
-        yield from (one for one in self._seated if one is not None)
-        near = (
-            group
-            for queue in self._waiting.values()
-            for _, group in itertools.islice(queue, 2 * self.slots)
-        )
-        for group in (*self._being_read(), *near):
-            yield from (one for one in group[:1] if one is not request)
+    def _release(self, prompt: Prompt) -> None:
+        """Gives back the row of a prompt, so that the next one takes its arrays."""
+        self._starts.pop(prompt, None)
+        reading = self._readings.pop(prompt, None)
+        if reading is not None and reading.homes is None:
+            self._rows.give_back(reading.row)
 
-    def _seat(self, slot: int, row: Any, logits: Any, at: places.Seat) -> None:
-        if self._logits is None:
-            self._logits = jax.device_put(
-                np.zeros((self.slots, logits.shape[1]), logits.dtype), logits.sharding
-            )
-            active = jax.device_put(
-                np.zeros(self.slots, bool), places.replicated(logits.sharding)
-            )
-            self._cache, self._logits, self._active = commit_together(
-                (self._cache, self._logits, active)
-            )
-        place = (np.int32(at.prefix), np.int32(at.shared)) if self._places else None
-        state = (
-            self._cache,
-            self._logits,
-            self._active,
-            row,
-            logits,
-            Slot.of(self._cache, slot),
-            place,
-        )
-        self._cache, self._logits, self._active = places.put(*state, store=at.store)
+    def _look_after_vacated(self) -> None:
+        """Keeps the rows that requests have left in slots."""
+        with self._lock:
+            vacated: Any = self._scheduler.take_vacated()
+        for slot, request in vacated.items():
+            self._keep(slot, request)
+            self._to_clear.add(slot)
 
-    def _clean(self) -> None:
+    def _clear(self) -> None:
         """Empties the slots that requests have left."""
-        for slot in sorted(self._dirty):
-            place = (np.int32(-1), np.int32(0)) if self._places else None
-            state = self._cache, self._logits, self._active, Slot.of(self._cache, slot)
-            self._cache, self._logits, self._active = places.clear(*self._kind, *state, place)
-        self._dirty.clear()
+        self._slots.clear(sorted(self._to_clear), self._rows.kind)
+        self._to_clear.clear()
 
-    def _send(self) -> bool:
-        """Fills slots and asks the device for a block of tokens; false if no row decodes."""
-        self._fill_slots()
-        self._clean()
-        rows = [
-            (slot, request) for slot, request in enumerate(self._seated) if request is not None
-        ]
+    def _ask_for_block(self) -> bool:
+        """Asks the device for a block of tokens; false if no row runs."""
+        with self._lock:
+            rows = self._running()
+            left = {slot: request.max_new_tokens - request.asked for slot, request in rows}
+            limit = np.zeros(self.slots, np.int32)
+            steps = self._steps_of_block(list(left.values()))
+            for slot, tokens in left.items():
+                limit[slot] = min(steps, tokens)
         if not rows:
             self._drawn = [], None
             return False
-        left = {slot: request.max_new_tokens - request.asked for slot, request in rows}
-        steps, reading = self.block, self._reading
-        if self._parked or (
-            self._unseated if reading is None else not reading.chunks
-        ):  # it waits for a slot
-            steps = min(steps, max(min(left.values()), self.block // 4))
-        limit = np.zeros(self.slots, np.int32)
-        for slot, tokens in left.items():
-            limit[slot] = min(steps, tokens)
-        draws = [None if request is None else request.draws for request in self._seated]
-        if len(draws) != len(self._drawn[0]) or any(
-            a is not b for a, b in zip(draws, self._drawn[0], strict=True)
-        ):
-            self._drawn = (
-                draws,
-                stack_draws(draws) if any(draw is not None for draw in draws) else None,
-            )
-        found = self._run_block(self._drawn[1], limit)
+        found = self._decode(self._draws(rows), limit, rows)
         for part in found:
             part.copy_to_host_async()
         self._blocks.append(_Block(rows, *found))
@@ -677,95 +790,311 @@ class Engine:
             request.asked += int(limit[slot])
         return True
 
-    def _run_block(self, draws: Draws | None, limit: np.ndarray) -> tuple[Array, Array, Array]:
-        """The tokens of a call of the loop, how many, and its rows without a best token."""
-        first, stops = (
-            np.zeros(self.slots, np.int32),
-            np.full((self.slots, STOPS), PAD, np.int32),
+    def _steps_of_block(self, left: list[int]) -> int:
+        """Steps of the next block: fewer if a row ends within it, for whose slot another waits."""
+        if not left or not self._scheduler.wants_slot:
+            return self.block
+        return min(self.block, max(min(left), self.block // 4))
+
+    def _draws(self, rows: list[tuple[int, Request]]) -> Draws | None:
+        """How all slots draw; None if all are greedy."""
+        draws: list[Draws | None] = [None] * self.slots
+        for slot, request in rows:
+            draws[slot] = request.draws
+        same = len(draws) == len(self._drawn[0]) and all(
+            a is b for a, b in zip(draws, self._drawn[0], strict=True)
         )
-        for slot, request in enumerate(self._seated):
-            if request is not None:
-                first[slot], stops[slot, : len(request.stop)] = request.asked, request.stop
-        state = self._model, self._cache, self._logits, self._active, draws
-        done, bad = _run_loop(*state, first, limit, stops, self._rules(), measure=False)
-        self._cache, self._logits = done.cache, done.logits
-        self._active = jax.device_put(done.active, self._active.sharding)
-        return done.tokens, done.step, bad
+        if not same:
+            some = any(draw is not None for draw in draws)
+            self._drawn = draws, stack_draws(draws) if some else None
+        return self._drawn[1]
 
-    def _receive(self) -> None:
-        """Notes the tokens of the block that was asked for first."""
-        block = self._blocks[0]
-        tokens, steps, bad = jax.tree.map(on_host, (block.tokens, block.steps, block.bad))
-        self._blocks.popleft()
-        self._steps += int(steps)
-        for slot, request in block.rows:
-            new = tokens[slot][tokens[slot] != PAD]
-            self._used += len(new)
-            if request.done:  # since it was asked for
-                continue
-            self._news[request] = None
-            if bad[0][slot]:
-                self._end(request, "error", FloatingPointError(NOT_FINITE))
-                continue
-            request.tokens += new.tolist()
-            self._new_tokens += len(new)
-            if np.isin(new, request.stop).any():
-                self._end(request, "stop")
-            elif len(request.tokens) >= request.max_new_tokens:
-                self._end(request, "length")
-            elif bad[1][slot]:
-                self._end(request, "error", FloatingPointError(NOT_FINITE))
+    def _decode(
+        self, draws: Draws | None, limit: np.ndarray, rows: Sequence[tuple[int, Request]] = ()
+    ) -> tuple[Array, Array, Array]:
+        """The tokens of a call of the loop, how many, and its rows without a best token."""
+        first = np.zeros(self.slots, np.int32)
+        stops = self._slots.no_stops()
+        for slot, request in rows:
+            first[slot] = request.asked
+            stops[slot, : len(request.stop)] = request.stop
+        return self._slots.decode(self._model, draws, first, limit, stops, self._rules(rows))
 
-    def _rules(self) -> Any:
+    def _rules(self, rows: Sequence[tuple[int, Request]]) -> Any:
         """The rules that change logits, and the tokens of all slots that they count; None if
         there are none.
         """
         if self._processors.idle:
             return None
-        known = [
-            [] if one is None else [*one.prompt.tolist(), *one.tokens] for one in self._seated
-        ]
-        lengths = np.array([len(row) for row in known])
+        lengths = np.zeros(self.slots, int)
+        for slot, request in rows:
+            lengths[slot] = len(request.known)
         tokens = np.zeros((self.slots, max(1, *lengths)), np.int32)
-        for row, own in zip(tokens, known, strict=True):
-            row[: len(own)] = own
-        sizes = {"capacity": self._empty.spec.capacity, "vocabulary": self._logits.shape[1]}
-        return self._processors.start(tokens, lengths, **sizes)
+        for slot, request in rows:
+            tokens[slot, : lengths[slot]] = request.known
+        return self._processors.start(
+            tokens,
+            lengths,
+            capacity=self._spec.capacity,
+            vocabulary=self._slots.logits.shape[1],
+        )
 
-    def _end(self, request: Request, reason: str, error: Exception | None = None) -> None:
-        self._unseated -= request.state != "decoding"
-        request.state, request.reason, request.error = "done", reason, error
+    def _receive(self) -> None:
+        """Waits for the block that was asked for first, and notes its tokens."""
+        block = self._blocks[0]
+        jax.block_until_ready((block.tokens, block.steps, block.bad))
+        with self._change():
+            tokens, steps, bad = jax.tree.map(on_host, (block.tokens, block.steps, block.bad))
+            self._blocks.popleft()
+            with self._lock:
+                self._steps += int(steps)
+                for slot, request in block.rows:
+                    self._note(request, tokens[slot], bad[:, slot])
+            self._settle_leaving()
+
+    def _note(self, request: Request, tokens: np.ndarray, bad: np.ndarray) -> None:
+        """Notes the tokens of a block; `bad` bool[2] says where the logits had no best token."""
+        new = tokens[tokens != PAD]
+        self._used += len(new)
+        if request.done:  # since it was asked for
+            return
         self._news[request] = None
-        if request in self._seated:
-            self._leave(self._seated.index(request))
+        if bad[0]:
+            self._end(request, "error", FloatingPointError(NOT_FINITE))
+            return
+        request.tokens += new.tolist()
+        self._new_tokens += len(new)
+        if np.isin(new, request.stop).any():
+            self._end(request, "stop")
+        elif len(request.tokens) >= request.max_new_tokens:
+            self._end(request, "length")
+        elif bad[1]:
+            self._end(request, "error", FloatingPointError(NOT_FINITE))
 
-    def _end_all(self, requests: Iterable[Request], error: Exception) -> None:
+    # ------------------------------------------------------------------ kept rows
+
+    def _check_keeps(self, chunk: int | None, observes: bool) -> None:
+        """Raises ValueError if a row of this engine is no beginning of another prompt."""
+        why = None
+        if observes:
+            why = "the method keeps of a prompt what its own queries choose, and others would choose other tokens"
+        elif chunk is None:
+            why = "chunk=None reads each prompt whole, without what was read before"
+        elif self._rows.kind.rotated:
+            why = "the model rotates the keys of a text for its final length"
+        elif self._slots.cache.placement is not None:
+            why = "the cache has a placement, and kept rows are for one device"
+        if why is not None:
+            raise ValueError(f"prefix_bytes keeps no rows here: {why}; leave it out")
+
+    def _keeping(self, verb: str) -> KeptRows:
+        if self._kept is None:
+            raise ValueError(
+                f"{verb} is for an engine that keeps rows; make it with prefix_bytes=..."
+            )
+        return self._kept
+
+    def _keep(self, slot: int, request: Request) -> None:
+        """Keeps the row that a request leaves in a slot."""
+        cut_short = request.reason == "cancelled" and not (self._kept and self._kept.cuts)
+        unproven = request.done and not request.tokens  # it may not be finite
+        if self._kept is None or request.reason == "error" or cut_short or unproven:
+            return
+        tokens = len(request.known) if request.done else request.size
+        capacity = self._kept_capacity(tokens)
+        row = self._kept.hold(
+            lambda: copy_of_slot(
+                self._slots.cache,
+                self._slots.at(slot),
+                np.array([tokens], np.int32),
+                spec=self._spec,
+                capacity=capacity,
+                cuts=self._can_share,
+            ),
+            self._kept_sizes[capacity],
+        )
+        if row is not None:
+            self._leaving.append(_Leaving(row, request, prompt_only=False))
+            self._settle_leaving()
+
+    def _keep_prompt(self, row: Cache, request: Request) -> None:
+        """Keeps the row of a prompt as it was read: a row that cannot be cut serves no prompt
+        that goes on otherwise than by its answer.
+        """
+        assert self._kept is not None
+        capacity = self._kept_capacity(len(request.prompt))
+        kept = self._kept.hold(
+            lambda: copy_of_row(row, capacity=capacity), self._kept_sizes[capacity]
+        )
+        if kept is not None:
+            self._leaving.append(_Leaving(kept, request, prompt_only=True))
+
+    def _settle_leaving(self) -> None:
+        """Lets prompts find the kept rows whose tokens are known by now."""
+        if self._kept is None:
+            return
+        waiting = list[_Leaving]()
+        for one in self._leaving:
+            request = one.request
+            if not request.done and not (one.prompt_only and request.tokens):
+                waiting.append(one)
+            elif request.reason == "error" or not request.tokens:
+                self._kept.drop(one.row)
+            else:
+                self._kept.settle(one.row, request.prompt if one.prompt_only else request.known)
+        self._leaving = waiting
+
+    def _restored(self, read: Callable[[Any], Cache], like: Any) -> Cache:
+        return committed(read(like))
+
+    def _kept_capacity(self, tokens: int) -> int:
+        return next(size for size in self._kept_sizes if size >= tokens)
+
+    def _shapes_of_row(self, capacity: int) -> Any:
+        return jax.eval_shape(lambda row: copy_of_row(row, capacity=capacity), self._rows.empty)
+
+    def _bytes_of_row(self, capacity: int) -> int:
+        return bytes_of(self._shapes_of_row(capacity))
+
+    # ------------------------------------------------------------------ programs
+
+    def _warm_chunk(self, size: int) -> None:
+        """Compiles a chunk of `size` tokens, and the move of its row into a slot."""
+        tokens, length = np.zeros((1, size), np.int32), np.ones(1, np.int32)
+        logits, row = read_chunk(
+            self._reader, self._rows.make(), tokens, length, first_chunk=False
+        )
+        for slot in self._slot_of_each_size():
+            for store in (False, True) if self._shared is not None else (False,):
+                start = SharedStart(0 if store else -1, 0, store)
+                self._slots.assign(slot, row, logits, start)
+            self._to_clear.add(slot)
+        self._rows.give_back(row)
+        self._rows.give_back(self._rows.make())
+
+    def _warm_kept(self) -> None:
+        """Compiles the copies of kept rows, of each capacity that they have."""
+        assert self._kept is not None
+        nothing = np.zeros(1, np.int32)
+        for capacity in self._kept_sizes:
+            for slot in self._slot_of_each_size():
+                row = copy_of_slot(
+                    self._slots.cache,
+                    self._slots.at(slot),
+                    nothing,
+                    spec=self._spec,
+                    capacity=capacity,
+                    cuts=self._can_share,
+                )
+            if not self._kept.cuts:
+                row = copy_of_row(self._rows.make(), capacity=capacity)
+            row_from(row, nothing, capacity=self._spec.capacity, cuts=self._kept.cuts)
+
+    def _slot_of_each_size(self) -> list[int]:
+        sizes = capacities(self._slots.cache)
+        return list({capacity: slot for slot, capacity in enumerate(sizes)}.values())
+
+    # ------------------------------------------------------------------ the books
+
+    def _encoded(self, prompt: Any, stop_tokens: Any) -> tuple[Any, Any]:
+        """A prompt as token ids, and the stop tokens of its request."""
+        checkpoint = self._checkpoint
+        chat = (
+            isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping)
+        )
+        ids = prompt
+        if checkpoint is not None and (chat or isinstance(prompt, str)):
+            ids = checkpoint.encode(prompt)
+        if stop_tokens is not None:
+            return ids, stop_tokens
+        if self._stop_tokens is not None or checkpoint is None:
+            return ids, () if self._stop_tokens is None else self._stop_tokens
+        return ids, checkpoint.chat_stop_tokens if chat else checkpoint.stop_tokens
+
+    def _has_work(self) -> bool:
+        return not self._scheduler.idle or bool(self._blocks)
+
+    def _running(self) -> list[tuple[int, Any]]:
+        """The requests in slots."""
+        return [
+            (slot, request)
+            for slot, request in enumerate(self._scheduler.running)
+            if request is not None
+        ]
+
+    def _end(self, request: Any, reason: str, error: Exception | None = None) -> None:
+        request.reason = reason
+        request.error = error
+        slot = self._scheduler.slot_of(request)
+        if slot is not None and self._shared is not None:
+            self._shared.leave(slot)
+        self._scheduler.end(request)
+        self._news[request] = None
+
+    def _end_all(self, requests: Iterable[Any], error: Exception) -> None:
         for request in [one for one in requests if not one.done]:
             self._end(request, "error", error)
 
     def _leave(self, slot: int) -> None:
-        self._seated[slot] = None
-        if self._places:
-            self._places.leave(slot)
-        self._dirty.add(slot)
+        self._scheduler.leave(slot)
+        if self._shared is not None:
+            self._shared.leave(slot)
 
     def _fail(self, error: Exception) -> None:
         """Ends all requests: the arrays that a failed call was given are gone."""
-        self._failed = error
-        running = [
-            [request for request in self._seated if request is not None],
-            *self._being_read(),
-        ]
-        running += [group for queue in self._waiting.values() for _, group in queue]
-        running += [[request for _, request in block.rows] for block in self._blocks]
-        self._end_all([one for group in running for one in group], error)
-        queues: list[Any] = [*self._waiting.values(), self._parked, self._blocks, self._dirty]
-        for queue in queues:
-            queue.clear()
-        self._reading = None
+        with self._lock:
+            self._failed = error
+            self._end_all(self._scheduler.requests(), error)
+            for block in self._blocks:
+                self._end_all([request for _, request in block.rows], error)
+            self._scheduler.take_finished()
+            self._scheduler.take_vacated()
+        self._readings.clear()
+        self._starts.clear()
+        self._to_clear.clear()
+        self._leaving.clear()
+        self._in_flight.clear()
+        self._blocks.clear()
 
 
-_read_chunk, _run_loop = (
-    prefilling.on_auto_axes(prefilling._read),
-    prefilling.on_auto_axes(decode_loop),
-)
+def _cache_of(checkpoint: Any, policy: Any, slots: int | None, capacity: int | None) -> Cache:
+    """An empty cache of a checkpoint, with a row for each slot."""
+    if slots is None or capacity is None:
+        raise ValueError(
+            "Engine(checkpoint) needs slots=..., the rows of its cache, and capacity=... of a row"
+        )
+    rows = require_int("slots", slots, at_least=1)
+    return _allocated(
+        f"slots={slots} of capacity={capacity}",
+        lambda: checkpoint.init_cache(policy, batch=rows, capacity=capacity),
+    )
+
+
+def _allocated(what: str, make: Callable[[], T]) -> T:
+    """`make()`, or one sentence if the device has no memory for it."""
+    needed = nbytes(jax.eval_shape(make)).total
+    has = memory_bytes()
+    too_large = ValueError(
+        f"Engine({what}) needs {in_units(needed)} of memory, and there are {in_units(has)} in all; ask for fewer or "
+        "smaller ones"
+    )
+    if needed > has:
+        raise too_large
+    try:
+        return make()
+    except Exception as error:
+        if not _is_out_of_memory(error):
+            raise
+        raise too_large from error
+
+
+def memory_bytes() -> int:
+    """Bytes of memory that the first device has, whoever uses them."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        return int(stats["bytes_limit"])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)

@@ -11,6 +11,7 @@ import numpy as np
 from kvjax.generation.loops import PAD
 from kvjax.generation.sampling import Draws
 from kvjax.generation.text import Detokenizer
+from kvjax.serve.scheduler import Stage
 from kvjax.validation import shown
 
 STOPS = 16  # stop tokens that a request can have
@@ -33,7 +34,7 @@ class Request:
     stop: np.ndarray = dataclasses.field(repr=False)  # i32[n]
     engine: Any = dataclasses.field(repr=False)
     tokens: list[int] = dataclasses.field(default_factory=list)  # a stop token included
-    state: str = "waiting"  # then "reading", "decoding", "done"
+    state: Stage = Stage.WAITING
     reason: str | None = None  # of its end: "stop", "length", "cancelled" or "error"
     error: Exception | None = None  # that ended it
     asked: int = dataclasses.field(
@@ -42,7 +43,12 @@ class Request:
 
     @property
     def done(self) -> bool:
-        return self.state == "done"
+        return self.state is Stage.DONE
+
+    @property
+    def known(self) -> np.ndarray:
+        """The tokens of its prompt and its answer so far: i32[n]."""
+        return np.concatenate([self.prompt, np.asarray(self.tokens, np.int32)])
 
     @property
     def size(self) -> int:
@@ -107,9 +113,12 @@ class Stats:
     decoding: int  # requests in slots
     waiting: int  # requests that are not in a slot yet
     prompt_tokens: int  # read, those of shared beginnings not counted again
-    shared_tokens: int  # of prompts, copied from a row that is running
+    shared_tokens: int  # of prompts, copied from a row that is running or was kept
     parked: int  # prompts that are read and wait in host memory for a slot
     prefixes: int  # stored prefixes that rows use
     new_tokens: int
     steps: int  # decode steps of the batch
+    kept: int  # rows that are kept for prompts that begin like them
+    kept_bytes: int  # of those that are not in host memory
+    kept_host_bytes: int
     fill: float  # share of slots in use, mean over the decode steps

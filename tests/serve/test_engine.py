@@ -12,7 +12,7 @@ from flax import nnx
 import kvjax
 from kvjax.generation.processors import Processors
 from kvjax.generation.sampling import sampling
-from kvjax.serve import EngineBusy
+from kvjax.serve import EngineBusy, slots
 from kvjax.serve import engine as engines
 from tests.checkpoint import write_checkpoint
 from tests.fuzz import requests as fuzz_requests
@@ -46,6 +46,11 @@ def alone(model, policy, slots, prompt, **settings):
     requests = engine.submit(prompt, **settings)
     engine.run()
     return [request.tokens for request in requests]
+
+
+def step_until_running(engine, *requests):
+    while not all(request.state == "running" for request in requests):
+        engine.step()
 
 
 def draw(rng):
@@ -103,8 +108,7 @@ def test_rules_that_change_logits_count_the_tokens_of_a_request(model):
 def test_a_prompt_is_read_once_for_its_answers_and_a_beginning_is_copied(model):
     long, rest = words(100, 20)
     engine = kvjax.Engine(model, new_cache(4, capacity=256), chunk=32, block=2)
-    engine.submit(long, n=3, max_new_tokens=20)
-    engine.step()
+    step_until_running(engine, *engine.submit(long, n=3, max_new_tokens=20))
     assert engine.stats().prompt_tokens == 100
     (other,) = engine.submit(long[:90] + rest, max_new_tokens=9)
     engine.run()
@@ -194,12 +198,10 @@ def test_short_requests_take_slots_of_small_capacity(model, policy):
     with compilations() as seen:
         sent = [(one, engine.submit(one, max_new_tokens=10)[0]) for one in (long, also, *short)]
         engine.step()
-        assert [request.state for _, request in sent[:4]] == [
-            "decoding",
-            "waiting",
-            "decoding",
-            "decoding",
-        ]
+        running = [request for _, request in sent if request.state == "running"]
+        assert len(running) == 3
+        assert sent[0][1].state == "running"
+        assert sent[1][1].state == "waiting"
         engine.run()
     assert not seen or policy is H2O  # whose prompts are read whole
     assert engine.stats().slots == 3
@@ -270,7 +272,7 @@ def test_a_block_ends_with_a_row_if_another_waits(model):
 
 def test_a_prompt_that_cannot_be_read_ends_alone(model, monkeypatch):
     """Such as for lack of memory."""
-    real = engines._read_chunk
+    real = engines.read_chunk
 
     def read(model, cache, tokens, *rest, **settings):
         if tokens[0, 0] == 7:
@@ -278,7 +280,7 @@ def test_a_prompt_that_cannot_be_read_ends_alone(model, monkeypatch):
         return real(model, cache, tokens, *rest, **settings)
 
     engine = kvjax.Engine(model, new_cache(2), block=4)
-    monkeypatch.setattr(engines, "_read_chunk", read)
+    monkeypatch.setattr(engines, "read_chunk", read)
     (bad, also), (good,) = (
         engine.submit([7, 5], n=2, max_new_tokens=9),
         engine.submit([5, 7], max_new_tokens=9),
@@ -292,14 +294,14 @@ def test_a_prompt_that_cannot_be_read_ends_alone(model, monkeypatch):
 
 def test_a_row_that_has_no_memory_ends_alone(model, monkeypatch):
     engine = kvjax.Engine(model, new_cache(2), block=4)
-    real, left = engines.places.empty_row, [1]
+    real, left = slots.empty_row, [1]
 
     def no_room(*kind):
         if left and left.pop():
             raise MemoryError("no room for a row")
         return real(*kind)
 
-    monkeypatch.setattr(engines.places, "empty_row", no_room)
+    monkeypatch.setattr(slots, "empty_row", no_room)
     (bad,), (good,) = (engine.submit([7, 5], max_new_tokens=5) for _ in range(2))
     engine.run()
     assert (bad.reason, str(bad.error), good.reason) == ("error", "no room for a row", "length")
@@ -315,7 +317,7 @@ def test_a_step_that_fails_ends_all_requests_and_the_engine_says_so(model, monke
             array.delete()
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr(engines, "_run_loop", fail)
+    monkeypatch.setattr(slots, "_run_loop", fail)
     with pytest.raises(RuntimeError, match="device lost"):
         engine.run()
     assert {(request.done, request.reason, str(request.error)) for request in requests} == {
@@ -388,7 +390,7 @@ def test_trouble_of_one_changes_no_token_of_the_others(model):
         while engine.stats().waiting > 2:
             engine.step()
         left[reason] = engine.submit(prompt, max_new_tokens=20)[0]
-    while left["cancelled"].state != "decoding":
+    while left["cancelled"].state != "running":
         engine.step()
     engine.cancel(left["cancelled"])
     engine.run()
@@ -432,7 +434,7 @@ def test_iterating_over_a_request_runs_the_engine(model):
     assert len(first.tokens) == 7
     row = None
     while not second.done:
-        if second.state == "decoding":
+        if second.state == "running":
             row = engine.row(second)
             assert row.length.tolist() == [5 + len(second.tokens)]
         engine.step()
@@ -561,7 +563,7 @@ def test_answers_and_requests_that_begin_alike_share_a_prefix(model, name):
             {"n": 3, **settings},
         )
     ]
-    engine.step()
+    step_until_running(engine, *sent[0][0])
     assert engine.stats().prefixes == 1
     for rest in rests[1:]:
         sent.append(
@@ -631,9 +633,8 @@ def test_more_answers_than_share_a_prefix_store_it_again(model):
     by = {"prefixes": 2, "prefix_tokens": 64, "block": 4, "chunk": 32}
     engine = kvjax.Engine(model, new_cache(5, 128), sharers=2, **by)
     requests = engine.submit(prompt, n=5, **settings)
-    engine.step()
+    step_until_running(engine, *requests)  # one of them with its own copy
     assert engine.stats().prefixes == 2
-    assert engine.stats().decoding == 5  # one of them with its own copy
     engine.run()
     all_share = kvjax.Engine(model, new_cache(5, 128), **by)
     same = all_share.submit(prompt, n=5, **settings)
@@ -647,8 +648,8 @@ def test_more_answers_than_share_a_prefix_store_it_again(model):
 def test_prompts_are_read_ahead_and_wait_in_host_memory(model, policy):
     prompts = words(40, 30, 20, 10)
     engine = kvjax.Engine(model, new_cache(1, policy=policy), block=3, chunk=64, park=2)
-    requests = [engine.submit(prompt, max_new_tokens=9)[0] for prompt in prompts]
-    for _ in range(3):
+    requests = [engine.submit(prompt, max_new_tokens=20)[0] for prompt in prompts]
+    for _ in range(4):
         engine.step()
     assert (engine.stats().parked, engine.stats().waiting) == (2, 3)
     engine.cancel(requests[1])
@@ -656,7 +657,7 @@ def test_prompts_are_read_ahead_and_wait_in_host_memory(model, policy):
     assert engine.stats().parked == 0
     for request, prompt in zip(requests, prompts, strict=True):
         if request.reason != "cancelled":
-            assert [request.tokens] == alone(model, policy, 1, prompt, max_new_tokens=9)
+            assert [request.tokens] == alone(model, policy, 1, prompt, max_new_tokens=20)
 
 
 def test_policies_that_cannot_share_prefixes_are_refused(model):
@@ -707,3 +708,211 @@ def test_many_requests_leave_nothing_behind(model, count):
         engine.run()
     assert not seen
     assert buffers[0] == buffers[-1]
+
+
+# ------------------------------------------------------------------ while a prompt is read
+
+
+class Gate:
+    """A `read_chunk` that waits until it may go on, as one of a slow model does."""
+
+    def __init__(self, real):
+        self.real, self.inside, self.may_go = real, threading.Event(), threading.Event()
+
+    def __call__(self, *args, **settings):
+        self.inside.set()
+        assert self.may_go.wait(60)
+        return self.real(*args, **settings)
+
+
+def in_thread(call, *args, **settings):
+    """What `call` returns in a thread, within half a minute."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(call(*args, **settings)), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert found, f"{call} waits for the step"
+    return found[0]
+
+
+def test_submit_cancel_and_stats_answer_while_a_chunk_is_read(model, monkeypatch):
+    """The step holds no lock that they need, however long the device takes."""
+    gate = Gate(engines.read_chunk)
+    monkeypatch.setattr(engines, "read_chunk", gate)
+    engine = kvjax.Engine(model, new_cache(2), chunk=32)
+    prompts = words(100, 9)
+    (long,) = engine.submit(prompts[0], max_new_tokens=5)
+    stepper = threading.Thread(target=engine.run, daemon=True)
+    stepper.start()
+    assert gate.inside.wait(30)
+    (short,) = in_thread(engine.submit, prompts[1], max_new_tokens=5)
+    (unwanted,) = in_thread(engine.submit, prompts[1], max_new_tokens=5)
+    assert in_thread(engine.stats).waiting == 3
+    in_thread(lambda: engine.cancel(unwanted) or True)
+    assert unwanted.reason == "cancelled"
+    assert long.state == "reading"
+    gate.may_go.set()
+    stepper.join(120)
+    for request, prompt in ((long, prompts[0]), (short, prompts[1])):
+        assert [request.tokens] == alone(
+            model, kvjax.presets.full(), 2, prompt, max_new_tokens=5
+        )
+
+
+def test_a_request_that_is_cancelled_while_its_prompt_is_read_leaves_nothing(
+    model, monkeypatch
+):
+    gate = Gate(engines.read_chunk)
+    monkeypatch.setattr(engines, "read_chunk", gate)
+    engine = kvjax.Engine(model, new_cache(1), chunk=32)
+    (first,) = engine.submit(words(40)[0], max_new_tokens=5)
+    stepper = threading.Thread(target=engine.step, daemon=True)
+    stepper.start()
+    assert gate.inside.wait(30)
+    in_thread(lambda: engine.cancel(first) or True)
+    gate.may_go.set()
+    stepper.join(60)
+    (second,) = engine.submit(words(20)[0], max_new_tokens=5)
+    engine.run()
+    assert (first.tokens, second.reason) == ([], "length")
+    assert (engine.stats().waiting, engine.stats().decoding) == (0, 0)
+    assert [second.tokens] == alone(
+        model, kvjax.presets.full(), 1, words(20)[0], max_new_tokens=5
+    )
+
+
+def test_a_row_is_copied_between_two_steps_of_a_thread_that_never_rests(model):
+    """Threads get their turn in the order in which they ask."""
+    engine = kvjax.Engine(model, new_cache(1), block=1)
+    (request,) = engine.submit(words(9)[0], max_new_tokens=100)
+    while not request.tokens:
+        engine.step()
+    steps = []
+
+    def run():
+        while not request.done:
+            engine.step()
+            steps.append(None)
+
+    stepper = threading.Thread(target=run, daemon=True)
+    stepper.start()
+    seen = []
+    for _ in range(5):
+        before = len(steps)
+        try:
+            row = engine.row(request)
+        except ValueError:
+            break  # it was faster
+        seen.append(len(steps) - before)
+        assert row.length[0] >= 9
+    stepper.join(60)
+    assert seen
+    assert max(seen) <= 3
+
+
+def test_short_prompts_are_answered_while_a_long_one_is_read(model):
+    """Also when nobody decodes: a step reads no more than a chunk."""
+    engine = kvjax.Engine(model, new_cache(3, capacity=560), chunk=16, block=2)
+    (long,) = engine.submit(words(500)[0], max_new_tokens=5)
+    engine.step()
+    assert engine.stats().prompt_tokens == 16
+    (short,) = engine.submit(words(8)[0], max_new_tokens=5)
+    steps = 0
+    while not short.done:
+        before = engine.stats().prompt_tokens
+        engine.step()
+        assert engine.stats().prompt_tokens - before <= 16
+        steps += 1
+    assert steps <= 6
+    assert long.state == "reading"
+    engine.run()
+    for request, prompt in ((long, words(500)[0]), (short, words(8)[0])):
+        cold = kvjax.Engine(model, new_cache(3, capacity=560), chunk=16, block=5)
+        (same,) = cold.submit(prompt, max_new_tokens=5)
+        cold.run()
+        assert request.tokens == same.tokens
+
+
+def test_prompts_share_rows_if_there_is_no_memory_for_one_more(model, monkeypatch):
+    """The short prompt waits instead of ending."""
+    engine = kvjax.Engine(model, new_cache(3), chunk=16)
+    (long,) = engine.submit(words(90)[0], max_new_tokens=5)
+    engine.step()
+    (short,) = engine.submit(words(8)[0], max_new_tokens=5)
+    real, failed = slots.empty_row, []
+
+    def no_room(*kind):
+        if not failed:
+            failed.append(True)
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return real(*kind)
+
+    monkeypatch.setattr(slots, "empty_row", no_room)
+    engine.run()
+    assert failed
+    assert (long.reason, short.reason) == ("length", "length")
+
+
+def test_an_interrupt_while_a_step_waits_loses_nothing(model, monkeypatch):
+    """One that comes while arrays are given away ends all requests, and the engine says so."""
+    (prompt,) = words(9)
+    engine = kvjax.Engine(model, new_cache(1), block=2)
+    (request,) = engine.submit(prompt, max_new_tokens=9)
+    real, times = jax.block_until_ready, []
+
+    def wait(tree):
+        times.append(None)
+        if len(times) == 2:
+            raise KeyboardInterrupt
+        return real(tree)
+
+    monkeypatch.setattr(jax, "block_until_ready", wait)
+    with pytest.raises(KeyboardInterrupt):
+        engine.run()
+    engine.run()
+    assert [request.tokens] == alone(model, kvjax.presets.full(), 1, prompt, max_new_tokens=9)
+
+    def stop(*args, **settings):
+        raise KeyboardInterrupt
+
+    (request,) = engine.submit(prompt, max_new_tokens=9)
+    monkeypatch.setattr(slots, "_run_loop", stop)
+    with pytest.raises(KeyboardInterrupt):
+        engine.run()
+    assert "a step was interrupted" in str(request.error)
+    with pytest.raises(RuntimeError, match="a step of this engine has failed"):
+        engine.submit(prompt, max_new_tokens=9)
+
+
+# ------------------------------------------------------------------ what is not the engine's
+
+
+def test_two_engines_do_not_write_to_one_cache(model):
+    cache = new_cache(2)
+    engine = kvjax.Engine(model, cache)
+    with pytest.raises(ValueError, match="Engine got a cache whose arrays are gone"):
+        kvjax.Engine(model, cache)
+    (request,) = engine.submit([3, 4], max_new_tokens=3)
+    engine.run()
+    assert request.reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"prefixes": 1, "prefix_tokens": 10**9}, "prefixes=1 of prefix_tokens=1000000000"),
+        ({"prefixes": 10**6, "prefix_tokens": 10**6}, "prefixes=1000000 of prefix_tokens"),
+        ({"small_slots": {64: 10**9}}, r"small_slots=\{64: 1000000000\}"),
+    ],
+)
+def test_more_memory_than_the_machine_has_is_one_sentence(model, settings, what):
+    with pytest.raises(
+        ValueError, match=rf"Engine\({what}.* needs .*iB of memory, and there are"
+    ):
+        kvjax.Engine(model, new_cache(2), **settings)
+
+
+def test_more_slots_than_memory_of_a_checkpoint_are_one_sentence():
+    checkpoint = kvjax.models.load(kvjax.models.shipped())
+    with pytest.raises(ValueError, match=r"Engine\(slots=1000000000 of capacity=512\) needs"):
+        kvjax.Engine(checkpoint, slots=10**9, capacity=512)

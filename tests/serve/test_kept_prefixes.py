@@ -1,0 +1,388 @@
+"""Rows that are kept after their requests: a prompt that begins like one reads only the rest."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import kvjax
+from kvjax.generation import prefilling
+from kvjax.generation.sampling import sampling
+from kvjax.serve.beginnings import KeptRow, KeptRows, PrefixTree, capacities_of
+from tests.fuzz.requests import CONFIG, NAN, POLICIES, model_of
+from tests.generation.test_generate import Tiny, compilations, new_cache, words
+
+MANY = 10**9
+CHUNK = 32
+OBSERVING = ("streaming_llm", "h2o", "snapkv")
+KEEPS = [name for name in POLICIES if name not in OBSERVING]
+CUTS = ("full", "fier", "share", "quest", "pariskv", "hosted", "windowed", "windowed fier")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Tiny(nnx.Rngs(0))
+
+
+def engine_of(name, slots=2, capacity=256, **settings):
+    model = model_of(name)
+    cache = kvjax.init(
+        kvjax.presets.parse(POLICIES[name]),
+        model.spec(batch=slots, capacity=capacity),
+        layers=CONFIG.layers,
+    )
+    settings = {"block": 5, "chunk": CHUNK, "prefix_bytes": MANY} | settings
+    return kvjax.Engine(model, cache, **settings)
+
+
+def say(engine, conversation, new, **settings):
+    """A turn: its tokens join the conversation; returns them and how many tokens were read."""
+    before = engine.stats().prompt_tokens
+    (request,) = engine.submit(conversation, max_new_tokens=new, **settings)
+    engine.run()
+    assert request.error is None
+    conversation += request.tokens
+    return request.tokens, engine.stats().prompt_tokens - before
+
+
+def one_cache(name, turns, new, capacity=256):
+    """The answers to turns that are read and decoded on one cache, in an engine's chunks."""
+    model = model_of(name)
+    cache = engine_of(
+        name, capacity=capacity
+    )._rows.make()  # `kvjax.init` may make Full of one row
+    answers = []
+    for turn in turns:
+        start = 0
+        for size in prefilling.cut(len(turn), (CHUNK,)):
+            piece = np.zeros((1, size), np.int32)
+            real = turn[start : start + size]
+            piece[0, : len(real)] = real
+            logits, cache = prefilling._read(
+                model, cache, piece, np.array([len(real)], np.int32), first_chunk=False
+            )
+            start += len(real)
+        run = kvjax.generation.Stream(model, cache, logits, new)
+        list(run)
+        answers.append(run.rows[0])
+        cache = run.cache
+    return answers
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("name", sorted(KEEPS, key=("kivi", "fier", "turboquant").count)[::-1])
+def test_a_talk_gets_the_tokens_of_one_cache_and_reads_only_what_is_new(name):
+    """For every method that can, those of codes and of host memory among them."""
+    rng = np.random.default_rng(3)
+    turns = [rng.integers(1, NAN, n).tolist() for n in (50, 9, 33, 1, 20)]
+    engine, conversation, answers, read = engine_of(name), [], [], []
+    for turn in turns:
+        conversation += turn
+        answer, tokens = say(engine, conversation, 12)
+        answers.append(answer)
+        read.append(tokens)
+    assert read == [len(turn) for turn in turns]
+    assert answers == one_cache(name, turns, 12)
+
+
+@pytest.mark.parametrize("name", OBSERVING)
+def test_methods_whose_prompts_choose_what_to_keep_are_refused(name):
+    with pytest.raises(ValueError, match=r"prefix_bytes keeps no rows here: the method keeps"):
+        engine_of(name)
+
+
+def test_rows_that_are_kept_are_refused_where_they_begin_no_other_prompt(model):
+    with pytest.raises(ValueError, match="chunk=None reads each prompt whole"):
+        kvjax.Engine(model, new_cache(2), chunk=None, prefix_bytes=MANY)
+    with pytest.raises(ValueError, match="prefix_host_bytes takes rows from prefix_bytes"):
+        kvjax.Engine(model, new_cache(2), prefix_host_bytes=MANY)
+    with pytest.raises(ValueError, match="prefix_bytes must be at least 0"):
+        kvjax.Engine(model, new_cache(2), prefix_bytes=-1)
+    engine = kvjax.Engine(model, new_cache(2))
+    for verb in (engine.save_prefixes, engine.restore_prefixes):
+        with pytest.raises(ValueError, match="make it with prefix_bytes"):
+            verb("nowhere")
+
+
+@pytest.mark.parametrize("name", ["full", "kivi"])
+def test_the_same_beginning_is_read_once(name):
+    """A system prompt, then other questions: cut where it can be, else from the prompt alone."""
+    rng = np.random.default_rng(5)
+    system, *rests = (rng.integers(1, NAN, n).tolist() for n in (70, 9, 17))
+    engine = engine_of(name)
+    say(engine, list(system), 8)
+    for rest in rests:
+        conversation = system + rest
+        _, read = say(engine, conversation, 8)
+        assert read == len(rest)
+
+
+def test_the_prompt_of_a_request_again_reads_one_token():
+    """The one whose logits begin the answer; a row that cannot be cut is no use then."""
+    prompt = np.random.default_rng(6).integers(1, NAN, 40).tolist()
+    for name, wanted in (("full", 1), ("kivi", 40)):
+        engine = engine_of(name)
+        first, _ = say(engine, list(prompt), 6)
+        again, read = say(engine, list(prompt), 6)
+        assert (again, read) == (first, wanted)
+
+
+def test_a_prompt_equal_to_one_that_runs_copies_its_whole_chunks(model):
+    """All but the last token may be shared: at the edge of a chunk, one before and one after."""
+    for length in (2 * CHUNK - 1, 2 * CHUNK, 2 * CHUNK + 1, 2 * CHUNK + 2):
+        (prompt,) = words(length)
+        engine = kvjax.Engine(model, new_cache(2), chunk=CHUNK, block=2)
+        (first,) = engine.submit(prompt, max_new_tokens=30)
+        while not first.tokens:
+            engine.step()
+        (second,) = engine.submit(prompt, max_new_tokens=30)
+        engine.run()
+        assert engine.stats().shared_tokens == (length - 1) // CHUNK * CHUNK
+        assert engine.stats().prompt_tokens == 2 * length - engine.stats().shared_tokens
+        assert first.tokens == second.tokens
+
+
+@pytest.mark.parametrize("end", ["stop", "cancelled"])
+def test_requests_that_end_early_are_kept(end, model):
+    """At a stop token, and by a client that saw a stop string."""
+    (prompt,) = words(40)
+    settings = {"chunk": CHUNK, "block": 4, "prefix_bytes": MANY}
+    engine = kvjax.Engine(model, new_cache(2), **settings)
+    (whole,) = engine.submit(prompt, max_new_tokens=20)
+    engine.run()
+    engine = kvjax.Engine(model, new_cache(2), **settings)
+    stop = whole.tokens[5:6] if end == "stop" else ()
+    (request,) = engine.submit(prompt, max_new_tokens=20, stop_tokens=stop)
+    while len(request.tokens) < 5 and not request.done:
+        engine.step()
+    engine.cancel(request)
+    engine.run()
+    said = request.tokens
+    conversation = [*prompt, *said, 3, 4]
+    tokens, read = say(engine, conversation, 6)
+    assert read == 2
+    cold = kvjax.Engine(model, new_cache(2), chunk=CHUNK, block=4)
+    (same,) = cold.submit([*prompt, *said, 3, 4], max_new_tokens=6)
+    cold.run()
+    assert tokens == same.tokens
+
+
+def test_rows_that_are_not_finite_are_not_kept():
+    for name in ("full", "kivi"):
+        engine = engine_of(name)
+        prompt = np.random.default_rng(7).integers(1, NAN, 40).tolist()
+        (bad,) = engine.submit([*prompt, NAN], max_new_tokens=6)
+        engine.run()
+        assert bad.reason == "error"
+        assert engine.stats().kept == 0
+        _, read = say(engine, list(prompt), 6)
+        assert read == 40
+
+
+def test_answers_to_one_prompt_and_other_requests_share_what_is_kept(model):
+    (prompt, rest) = words(50, 9)
+    engine = kvjax.Engine(model, new_cache(3), chunk=CHUNK, block=4, prefix_bytes=MANY)
+    drawn = {"sampling": sampling(1.0), "key": jax.random.key(3)}
+    answers = engine.submit(prompt, n=3, max_new_tokens=10, **drawn)
+    engine.run()
+    assert engine.stats().kept == len({tuple(one.tokens) for one in answers})
+    for one in answers:
+        _, read = say(engine, [*prompt, *one.tokens, *rest], 4)
+        assert read == len(rest)
+
+
+def test_prefixes_that_are_stored_once_are_kept_too(model):
+    """A row that begins with a stored prefix is kept with it."""
+    system, one, two = words(70, 9, 17)
+    settings = {"prefixes": 2, "prefix_tokens": 64, "prefix_bytes": MANY}
+    engine = kvjax.Engine(model, new_cache(4, 128), block=4, chunk=CHUNK, **settings)
+    first = engine.submit(system + one, n=3, max_new_tokens=10)
+    engine.run()
+    conversation = [*system, *one, *first[0].tokens, *two]
+    tokens, read = say(engine, conversation, 9)
+    assert read == len(two)
+    cold = kvjax.Engine(model, new_cache(4, 192), block=4, chunk=CHUNK)
+    (same,) = cold.submit([*system, *one, *first[0].tokens, *two], max_new_tokens=9)
+    cold.run()
+    assert tokens == same.tokens
+
+
+@pytest.mark.parametrize("small", [{}, {64: 2}], ids=["alike", "small"])
+def test_bytes_are_bound_and_the_oldest_goes(small, model):
+    row = kvjax.Engine(model, new_cache(1), prefix_bytes=1)._kept_sizes
+    limit, host = 2 * row[64] + 1, row[64]
+    engine = kvjax.Engine(
+        model,
+        new_cache(2),
+        chunk=CHUNK,
+        block=4,
+        small_slots=small,
+        prefix_bytes=limit,
+        prefix_host_bytes=host,
+    )
+    prompts = words(40, 41, 42, 43)
+    for prompt in prompts:
+        say(engine, list(prompt), 4)
+        stats = engine.stats()
+        assert stats.kept_bytes <= limit
+        assert stats.kept_host_bytes <= host
+    say(engine, [1], 1)  # the step that keeps the last one
+    assert (engine.stats().kept_bytes, engine.stats().kept_host_bytes) in (
+        (2 * row[64], 0),
+        (2 * row[64], host),
+    )
+    _, read = say(engine, [*prompts[0], 5], 4)
+    assert read == len(prompts[0]) + 1  # it has gone
+
+
+def test_what_was_used_last_stays(model):
+    size = kvjax.Engine(model, new_cache(1), prefix_bytes=1)._kept_sizes[64]
+    engine = kvjax.Engine(model, new_cache(1), chunk=CHUNK, prefix_bytes=2 * size)
+    first, second, third = words(40, 41, 42)
+    for prompt in (first, second):
+        say(engine, list(prompt), 2)
+    _, read = say(engine, [*first[:30], 1], 1)
+    assert read == 1
+    say(engine, list(third), 2)
+    say(engine, [1], 1)
+    assert [row.tokens[0] for row in engine._kept.rows()].count(second[0]) == 0
+    assert engine.stats().kept_bytes <= 2 * size
+
+
+def test_nothing_compiles_after_warm_up_with_kept_rows(model):
+    engine = kvjax.Engine(
+        model, new_cache(2), chunk=CHUNK, block=4, small_slots={64: 1}, prefix_bytes=MANY
+    )
+    engine.warm_up()
+    talk = words(20)[0]
+    say(engine, talk, 2)
+    with compilations() as seen:
+        for new in (5, 30, 20):
+            talk += [3, 4, 5]
+            say(engine, talk, new)
+    assert not seen
+
+
+@pytest.mark.parametrize("name", ["full", "kivi", "hosted"])
+def test_kept_rows_are_saved_and_restored(name, tmp_path):
+    rng = np.random.default_rng(8)
+    engine, talks = engine_of(name), []
+    for n in (40, 70):
+        talks.append(rng.integers(1, NAN, n).tolist())
+        say(engine, talks[-1], 9)
+    say(engine, [1], 1)
+    count = engine.save_prefixes(tmp_path)
+    assert count == engine.save_prefixes(tmp_path) == engine.stats().kept
+    assert len(list(tmp_path.glob("rows-*"))) == 1
+    other = engine_of(name)
+    assert other.restore_prefixes(tmp_path) == count
+    for talk in talks:
+        (here, read), (there, also) = (say(one, [*talk, 5, 6], 7) for one in (engine, other))
+        assert (there, also) == (here, 2)
+        assert read == 2
+
+
+def test_saved_rows_of_another_model_or_cache_are_refused(tmp_path, model):
+    engine = engine_of("full")
+    say(engine, [4, 5, 6, 7], 5)
+    say(engine, [1], 1)
+    assert engine.save_prefixes(tmp_path) == 2
+    with pytest.raises(FileNotFoundError, match="holds no saved prefixes"):
+        engine.restore_prefixes(tmp_path / "other")
+    with pytest.raises(ValueError, match="a model with other weights"):
+        kvjax.Engine(model, new_cache(2), prefix_bytes=MANY).restore_prefixes(tmp_path)
+    with pytest.raises(ValueError, match="of another kind of cache"):
+        engine_of("kivi").restore_prefixes(tmp_path)
+    about = json.loads((tmp_path / "prefixes.json").read_text())
+    for change, message in (
+        ({"format": 9}, "written by another version"),
+        ({"folder": "../rows-0"}, "names no folder of rows"),
+        ({"rows": [{"tokens": [1]}]}, "a row without tokens or capacity"),
+    ):
+        (tmp_path / "prefixes.json").write_text(json.dumps(about | change))
+        with pytest.raises(ValueError, match=message):
+            engine_of("full").restore_prefixes(tmp_path)
+
+
+# ------------------------------------------------------------------ the tree
+
+
+def test_the_tree_finds_the_longest_beginning_of_lists():
+    """Against a search through lists of tokens, with rows that come and go."""
+    rng = np.random.default_rng(0)
+    for seed in range(30):
+        tree, rows = PrefixTree(), dict[tuple, KeptRow]()
+        for clock in range(60):
+            tokens = tuple(rng.integers(0, 3, rng.integers(1, 8)).tolist())
+            if rows and rng.random() < 0.3:
+                gone = list(rows)[rng.integers(len(rows))]
+                tree.remove(rows.pop(gone))
+            else:
+                row = KeptRow(np.array(tokens), None, 0, used=clock)
+                assert tree.add(row) is rows.get(tokens)
+                rows[tokens] = row
+            prompt = tuple(rng.integers(0, 3, rng.integers(1, 9)).tolist())
+            for whole in (False, True):
+                found, same = tree.longest(np.array(prompt), whole=whole)
+                lengths = [_same(known, prompt) for known in rows]
+                if whole:
+                    lengths = [
+                        n for known, n in zip(rows, lengths, strict=True) if n == len(known)
+                    ]
+                assert same == max(lengths, default=0), (seed, prompt, whole)
+                if same:
+                    assert _same(tuple(found.tokens.tolist()), prompt) == same
+            beginnings = {
+                tuple(row.tokens.tolist()) for row in tree.beginnings(np.array(prompt))
+            }
+            assert beginnings == {
+                known for known in rows if known == prompt[: len(known)] and known != prompt
+            }
+            assert {tuple(row.tokens.tolist()) for row in tree} == set(rows)
+        for row in list(rows.values()):
+            tree.remove(row)
+        assert not tree._root.children
+
+
+def _same(a, b):
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
+
+
+def test_rows_that_can_be_cut_replace_those_of_which_they_have_all():
+    for cuts, left in ((True, 1), (False, 3)):
+        kept = KeptRows(100, 0, cuts=cuts)
+        for tokens in ([1, 2], [1, 2, 3, 4], [1, 2, 3]):
+            row = kept.hold(lambda: object(), 10)
+            kept.settle(row, np.array(tokens))
+        assert kept.count == left
+        assert kept.nbytes == 10 * left
+        found, same = kept.find(np.array([1, 2, 3, 9]))
+        assert same == 3
+        assert len(found.tokens) == (4 if cuts else 3)
+
+
+def test_a_row_larger_than_the_bound_is_not_copied():
+    kept = KeptRows(9, 0, cuts=True)
+    assert kept.hold(lambda: pytest.fail("copied"), 10) is None
+    assert kept.hold(lambda: object(), 9) is not None
+    assert kept.hold(lambda: object(), 9) is not None
+    assert kept.nbytes == 9
+
+
+def test_a_prompt_has_at_least_one_token_to_read():
+    kept = KeptRows(100, 0, cuts=True)
+    kept.settle(kept.hold(lambda: object(), 1), np.array([1, 2, 3]))
+    for prompt, wanted in (([1, 2, 3, 4], 3), ([1, 2, 3], 2), ([1, 2], 1), ([1], 0), ([2], 0)):
+        assert kept.find(np.array(prompt))[1] == wanted
+
+
+def test_capacities_of_kept_rows_are_few():
+    assert capacities_of(64) == [64]
+    assert capacities_of(65) == [64, 65]
+    assert capacities_of(1024) == [64, 128, 256, 512, 1024]
