@@ -391,8 +391,13 @@ async def health(http: HttpRequest) -> Response:
     return JSONResponse({"status": "ok", "decoding": stats.decoding, "waiting": stats.waiting})
 
 
-def make_app(checkpoint: Any, name: str, **settings: Any) -> Starlette:
-    engine = kvjax.Engine(checkpoint, **settings)
+def make_app(
+    checkpoint: Any, name: str, *, prefix_bytes: int = 2**30, **settings: Any
+) -> Starlette:
+    try:  # the next turn of a chat then reads only its new tokens
+        engine = kvjax.Engine(checkpoint, prefix_bytes=prefix_bytes, **settings)
+    except ValueError:  # some methods keep of a prompt what only its own queries need
+        engine = kvjax.Engine(checkpoint, **settings)
     engine.warm_up()
     app = Starlette(
         routes=[
@@ -415,6 +420,12 @@ if __name__ == "__main__":
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--capacity", type=int, default=4096)
     parser.add_argument("--max-waiting", type=int, default=256)
+    parser.add_argument(
+        "--prefix-gib",
+        type=float,
+        default=1,
+        help="memory of rows that are kept for the next turns of chats; 0 keeps none",
+    )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     given = parser.parse_args()
@@ -424,6 +435,7 @@ if __name__ == "__main__":
         "slots": given.slots,
         "capacity": given.capacity,
         "max_waiting": given.max_waiting,
+        "prefix_bytes": int(given.prefix_gib * 2**30),
     }
     app = make_app(loaded, loaded.directory.name, **settings)
     uvicorn.run(app, host=given.host, port=given.port, log_level="warning")
