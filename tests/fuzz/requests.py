@@ -8,7 +8,9 @@ A scenario is a function of its policy and seed: requests that come, are cancell
 slots that others take; a queue that is full, prompts that begin alike, several answers to one,
 greedy and sampled, with limits and stop tokens of their own; rows of numbers that are not
 finite, in the cache too; slots, blocks, chunks, read-ahead and shared prefixes of several
-sizes, and with odd seeds slots of several capacities. A scenario that fails prints its command.
+sizes, and with odd seeds slots of several capacities. Methods that keep tokens as they are also
+keep rows after requests, within bounds that are checked after each step, and prompts go on from
+earlier answers. A scenario that fails prints its command.
 `KEPT` are seeds of scenarios that found something, or that have much of this;
 tests/generation/test_engine.py runs them.
 """
@@ -63,6 +65,7 @@ POLICIES = {
     "windowed fier": f"fier:{SMALL},group=4,chunk=8,dense_layers=0",
 }
 SHARING = ("full", "fier", "kivi", "share")  # whose rows may have a common prefix
+EXACT = ("full", "windowed")  # a kept row gives the tokens of the request alone
 ODD = ("quest", "hosted", "logquant", "h2o", "windowed")
 KEPT: dict[str, tuple[int, ...]] = {name: (int(name in ODD),) for name in POLICIES} | {
     "share": (0, 3)
@@ -88,6 +91,9 @@ class Settings:
     max_waiting: int
     prefixes: int
     small_slots: dict[int, int]
+    readers: int
+    kept_rows: int  # of the smallest size, and as many in host memory
+    hosted_rows: int
 
     @classmethod
     def draw(cls, name: str, seed: int, rng: np.random.Generator) -> Settings:
@@ -98,10 +104,26 @@ class Settings:
         ]
         prefixes = int(rng.choice((0, 2))) if name in SHARING else 0
         small = {64: 1, 128: 2} if seed % 2 and not prefixes and name != "share" else {}
-        return cls(slots, chunk, *more, prefixes, small)
+        later = np.random.default_rng([seed, 1])
+        readers = int(later.choice((1, 2, 3)))
+        kept, hosted = (int(later.choice(values)) for values in ((0, 1, 4, 100), (0, 2, 100)))
+        if name not in EXACT or not kept:
+            kept = hosted = 0
+        return cls(slots, chunk, *more, prefixes, small, readers, kept, hosted)
 
 
-def engine_of(name: str, settings: Settings, **more: Any) -> kvjax.Engine:
+@cache
+def row_bytes(name: str) -> int:
+    """Bytes of a kept row of 64 tokens."""
+    spec = model_of(name).spec(batch=1, capacity=64)
+    return kvjax.init(
+        kvjax.presets.parse(POLICIES[name]), spec, layers=CONFIG.layers
+    ).nbytes.total
+
+
+def engine_of(
+    name: str, settings: Settings, *, keeps: bool = False, **more: Any
+) -> kvjax.Engine:
     model, policies = model_of(name), kvjax.presets.parse(POLICIES[name])
     capacity = CAPACITY if not settings.prefixes else CAPACITY - 64
     cache = kvjax.init(
@@ -109,22 +131,29 @@ def engine_of(name: str, settings: Settings, **more: Any) -> kvjax.Engine:
     )
     if settings.prefixes:
         more |= {"prefixes": settings.prefixes, "prefix_tokens": 64}
+    if keeps and settings.kept_rows:
+        row = row_bytes(name)
+        more |= {"prefix_bytes": settings.kept_rows * row}
+        more |= {"prefix_host_bytes": settings.hosted_rows * row}
     return kvjax.Engine(
         model, cache, chunk=settings.chunk, small_slots=settings.small_slots, **more
     )
 
 
 def draw_request(
-    rng: np.random.Generator, earlier: list[list[int]]
+    rng: np.random.Generator, earlier: list[list[int]], goes_on: float = 0.4
 ) -> tuple[list[int], dict[str, Any]]:
     """A prompt, which may begin like an earlier one, and the settings of its request."""
     prompt = rng.integers(1, NAN, int(rng.choice([1, 2, 20, 63, 64, 65, 100]))).tolist()
-    if earlier and rng.random() < 0.4:
+    if earlier and rng.random() < goes_on:
         start = earlier[rng.integers(len(earlier))]
-        prompt = start[: int(rng.integers(1, len(start) + 1))] + prompt[:30]
+        whole = rng.random() < 0.5 and goes_on > 0.4
+        prompt = (
+            start[: len(start) if whole else int(rng.integers(1, len(start) + 1))] + prompt[:30]
+        )
     if rng.random() < 0.07:
         prompt[-1] = NAN
-    prompt = prompt[:110]
+    prompt = prompt[:140]
     settings: dict[str, Any] = {
         "max_new_tokens": int(rng.choice([1, 2, 9, 25])),
         "n": int(rng.choice([1, 1, 1, 4])),
@@ -145,22 +174,29 @@ def run_scenario(name: str, seed: int, requests: int = 8) -> None:
     """
     rng = np.random.default_rng([seed, sorted(POLICIES).index(name)])
     settings = Settings.draw(name, seed, rng)
-    names = ("block", "prompt_tokens", "park", "max_waiting")
-    engine = engine_of(name, settings, **{name: getattr(settings, name) for name in names})
+    names = ("block", "prompt_tokens", "park", "max_waiting", "readers")
+    engine = engine_of(
+        name, settings, keeps=True, **{name: getattr(settings, name) for name in names}
+    )
+    goes_on = 0.7 if settings.kept_rows else 0.4
     sent: list[tuple[list[Request], list[int], dict[str, Any]]] = []
     for _ in range(requests):
-        prompt, how = draw_request(rng, [prompt for _, prompt, _ in sent])
+        earlier = [prompt for _, prompt, _ in sent]
+        if settings.kept_rows:
+            earlier += [one.known.tolist() for group, _, _ in sent for one in group if one.done]
+        prompt, how = draw_request(rng, earlier, goes_on)
         try:
             sent.append((engine.submit(prompt, **how), prompt, how))
         except EngineBusy:
             for _ in range(3):
                 engine.step()
-        for _ in range(rng.integers(3)):
+        for _ in range(rng.integers(3) if not settings.kept_rows else rng.integers(12)):
             engine.step()
+            check_bounds(name, settings, engine)
         running = [one for group, _, _ in sent for one in group if not one.done]
         if running and rng.random() < 0.3:
             engine.cancel(running[rng.integers(len(running))])
-        decoding = [one for one in running if one.state == "decoding"]
+        decoding = [one for one in running if one.state == "running"]
         if decoding and rng.random() < 0.2:
             one = decoding[rng.integers(len(decoding))]
             row = engine.row(one)
@@ -170,11 +206,17 @@ def run_scenario(name: str, seed: int, requests: int = 8) -> None:
                 row.length,
                 one,
             )
+    while any(not one.done for group, _, _ in sent for one in group):
+        engine.step()
+        check_bounds(name, settings, engine)
     engine.run()
     counts = engine.stats()
+    TOTALS["read"] += counts.prompt_tokens
+    TOTALS["shared"] += counts.shared_tokens
+    TOTALS["requests"] += sum(len(group) for group, _, _ in sent)
     assert counts.decoding == counts.waiting == counts.parked == counts.prefixes == 0, counts
+    alone = engine_of(name, settings, block=5, prompt_tokens=500)  # for one after another
     for group, prompt, how in sent:
-        alone = engine_of(name, settings, block=5, prompt_tokens=500)
         for one, same in zip(group, alone.submit(prompt, **how), strict=True):
             while not same.done:
                 alone.step()
@@ -183,6 +225,17 @@ def run_scenario(name: str, seed: int, requests: int = 8) -> None:
                 assert one.tokens == same.tokens[: len(one.tokens)], (one, same)
             else:
                 assert (one.reason, one.tokens) == (same.reason, same.tokens), (one, same)
+        alone.run()
+
+
+def check_bounds(name: str, settings: Settings, engine: kvjax.Engine) -> None:
+    counts = engine.stats()
+    assert counts.kept_bytes <= settings.kept_rows * row_bytes(name), counts
+    assert counts.kept_host_bytes <= settings.hosted_rows * row_bytes(name), counts
+    assert counts.parked <= settings.park, counts
+
+
+TOTALS = {"requests": 0, "read": 0, "shared": 0}
 
 
 def main() -> None:
@@ -193,6 +246,7 @@ def main() -> None:
         "--seconds", type=float, default=0, help="go on with new seeds for so long"
     )
     parser.add_argument("--seed", type=int, default=0, help="the first one")
+    parser.add_argument("--scenarios", type=int, default=0, help="go on for so many")
     parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES))
     given = parser.parse_args()
     start, seed, failed, done = (
@@ -201,7 +255,11 @@ def main() -> None:
         0,
         dict.fromkeys(given.policies, 0),
     )
-    while seed == given.seed or time.monotonic() - start < given.seconds:
+    while (
+        seed == given.seed
+        or time.monotonic() - start < given.seconds
+        or sum(done.values()) < given.scenarios
+    ):
         for name in given.policies:
             try:
                 run_scenario(name, seed)
@@ -218,7 +276,10 @@ def main() -> None:
             f"{time.monotonic() - start:.0f} s, seeds to {seed - 1}: {sum(done.values())} scenarios",
             flush=True,
         )
-    print(f"{failed} of {sum(done.values())} scenarios failed")
+    print(
+        f"{failed} of {sum(done.values())} scenarios failed; {TOTALS['requests']} requests, whose prompts' "
+        f"{TOTALS['read']} tokens were read and {TOTALS['shared']} copied"
+    )
     sys.exit(failed > 0)
 
 
