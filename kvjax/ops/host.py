@@ -284,55 +284,70 @@ def hot_places(
     different one, and becomes the page's place; P + r becomes n + r; a negative entry, or one
     past those found, becomes n. Places whose page must be read have `used` = 2.
     """
-    (B, K, N), n, P = index.shape, tables.page.shape[2], tables.place.shape[2]
+    B, K, N = index.shape
+    n, P = tables.page.shape[2], tables.place.shape[2]
     index = jnp.where(jnp.arange(N)[None, None] < found[..., None], index, -1)
     wanted = (index >= 0) & (index < P)
     page = jnp.where(wanted, index, 0)
+
+    # A page that has a place keeps it.
     known = jnp.clip(jnp.take_along_axis(tables.place, page, axis=2), 0, n - 1)
     hit = wanted & (jnp.take_along_axis(tables.page, known, axis=2) == page)
     missed = wanted & ~hit
+    kept = put_last(jnp.zeros((B, K, n), bool), jnp.where(hit, known, n), True)
 
-    def at(places: Array, which: Array) -> Array:
-        return jnp.where(which, places, n)
+    # Each page that has none gets the next place that the hand frees.
+    freed, unused = _freed_places(tables, kept, N)
+    nth = lax.cumsum(missed.astype(jnp.int32), axis=2)
+    misses = nth[..., -1:]
+    new_place = jnp.take_along_axis(freed, jnp.maximum(nth - 1, 0), axis=2)
+    place = jnp.where(missed, new_place, known)
+    last = jnp.take_along_axis(freed, jnp.maximum(misses - 1, 0), axis=2)
 
-    # Places in the order in which the hand frees them: first those that were not used, then the
-    # used ones, both from the hand on; never those of this step's hits.
-    kept = put_last(jnp.zeros((B, K, n), bool), at(known, hit), True)
-    was_used, at_hand = tables.used > 0, tables.hand[..., None]
-    idle, busy = ~kept & ~was_used, ~kept & was_used
-    before = lax.cumsum(jnp.stack([idle, busy]).astype(jnp.int32), axis=3)
-    total = before[..., -1:]
-    hand_at = jnp.broadcast_to(at_hand[None], (2, B, K, 1))
-    passed = jnp.where(
-        hand_at > 0, jnp.take_along_axis(before, jnp.maximum(hand_at - 1, 0), axis=3), 0
-    )
-    rank = before - 1 - passed
-    rank = jnp.where(rank < 0, rank + total, rank)
-    rank = jnp.where(idle, rank[0], jnp.where(busy, total[0] + rank[1], N))
-    given = put_last(
-        jnp.zeros((B, K, N), jnp.int32), jnp.minimum(rank, N), jnp.arange(n)[None, None]
-    )
-
-    order = lax.cumsum(missed.astype(jnp.int32), axis=2)
-    misses = order[..., -1:]
-    place = jnp.where(
-        missed, jnp.take_along_axis(given, jnp.maximum(order - 1, 0), axis=2), known
-    )
-    last = jnp.take_along_axis(given, jnp.maximum(misses - 1, 0), axis=2)
     # The hand has gone round to the place that it gave last, or all the way; places that it
     # passed count as unused.
-    distance = jnp.mod(jnp.arange(n)[None, None] - at_hand, n)
-    swept = (distance <= jnp.mod(last - at_hand, n)) | (misses > total[0])
-    used = (was_used & ~(swept & (misses > 0))).astype(jnp.int32)
-    used = put_last(used, at(place, wanted), jnp.where(missed, 2, 1))
+    hand = tables.hand[..., None]
+    distance = jnp.mod(jnp.arange(n)[None, None] - hand, n)
+    swept = (distance <= jnp.mod(last - hand, n)) | (misses > unused)
+    used = ((tables.used > 0) & ~(swept & (misses > 0))).astype(jnp.int32)
+    used = put_last(used, jnp.where(wanted, place, n), jnp.where(missed, 2, 1))
+
     after = HotTables(
-        page=put_last(tables.page, at(place, missed), page),
+        page=put_last(tables.page, jnp.where(missed, place, n), page),
         used=used,
         place=put_last(tables.place, jnp.where(missed, page, P), place),
-        hand=jnp.where(misses > 0, jnp.mod(last + 1, n), at_hand)[..., 0],
+        hand=jnp.where(misses > 0, jnp.mod(last + 1, n), hand)[..., 0],
         loads=tables.loads + misses[..., 0],
     )
     return after, jnp.where(wanted, place, n + jnp.maximum(index - P, 0))
+
+
+def _freed_places(tables: HotTables, kept: Array, count: int) -> tuple[Array, Array]:
+    """The first `count` places in the order in which the hand frees them, i32[B, K, count], and
+    how many of all were unused, i32[B, K, 1].
+
+    The hand frees the unused places first, then the used ones, from where it points on. It
+    never frees those that are `kept` bool[B, K, n].
+    """
+    B, K, n = kept.shape
+    was_used, hand = tables.used > 0, tables.hand[..., None]
+    idle, busy = ~kept & ~was_used, ~kept & was_used
+
+    # Among the places of its kind, a place's rank from the hand on: those before the hand come
+    # last.
+    before = lax.cumsum(jnp.stack([idle, busy]).astype(jnp.int32), axis=3)
+    total = before[..., -1:]
+    hand_at = jnp.broadcast_to(hand[None], (2, B, K, 1))
+    at_hand = jnp.take_along_axis(before, jnp.maximum(hand_at - 1, 0), axis=3)
+    rank = before - 1 - jnp.where(hand_at > 0, at_hand, 0)
+    rank = jnp.where(rank < 0, rank + total, rank)
+
+    # Among all places: unused ones come before used ones, and kept ones after all.
+    unused = total[0]
+    rank = jnp.where(idle, rank[0], jnp.where(busy, unused + rank[1], count))
+    places = jnp.arange(n)[None, None]
+    freed = put_last(jnp.zeros((B, K, count), jnp.int32), jnp.minimum(rank, count), places)
+    return freed, unused
 
 
 @op(

@@ -214,8 +214,8 @@ class Store:
         that recalls the rest. Keys and values are valid for heads where `urgent` bool[B, K] is
         true, and arbitrary for others. The function returns them for all heads of `rows`
         bool[B], and those of `recalled` for other rows. A store outside of device memory may
-        read the rest while other work runs; the default reads both at once. With `urgent` None,
-        all heads are.
+        read the rest while other work runs; the default reads both at once. If `urgent` is
+        None, all heads are urgent.
 
         Slot S + r of the selection is slot r of `recent`, keys and values [B, K, R, D]. After
         the selection comes slot `oldest` i32[B] of `recent`, or nothing where it is negative;
@@ -223,29 +223,29 @@ class Store:
         """
         B, K, H, M = selection.slots.shape
         length = recalled.k.shape[2]
-        of_rows = rows[:, None, None, None]
-        wanted = selection._replace(
-            valid=selection.valid & of_rows
-        )  # a row that pauses reads nothing
+        takes = rows[:, None, None, None]
+        # A row that pauses reads nothing.
+        wanted = selection._replace(valid=selection.valid & takes)
+
+        st, (history_k, history_v) = self.read(st, wanted, length)
         _, pending = split_selection(flat(wanted, length), st.slots)
-        here = pending.valid.reshape(B, K, -1, 1)
-        place = jnp.arange(length)[None, None, :, None] - H * M
-        at_edge = place == 0
+        pending_k, pending_v = ops.gather_slots(*recent, pending)
+        is_pending = pending.valid.reshape(B, K, -1, 1)
+        is_edge = jnp.arange(length)[None, None, :, None] - H * M == 0
 
-        def whole(old: Array, new: Array, zone: Array) -> Array:
-            edge = take_rows(zone, jnp.maximum(oldest, 0)[:, None])
-            return jnp.where(
-                at_edge, edge.astype(old.dtype), jnp.where(here, new.astype(old.dtype), old)
-            )
+        def joined(stored: Array, waiting: Array, zone: Array, dtype: Any) -> Array:
+            """Tokens of the history and of the recent block, in the order of the selection,
+            then slot `oldest` of the recent block.
+            """
+            edge = take_rows(zone, jnp.maximum(oldest, 0)[:, None]).astype(stored.dtype)
+            selected = jnp.where(is_pending, waiting.astype(stored.dtype), stored)
+            # A copy of a cache may have another dtype than a store of codes returns.
+            return jnp.where(is_edge, edge, selected).astype(dtype)
 
-        st, history = self.read(st, wanted, length)
-        zones = zip(history, ops.gather_slots(*recent, pending), recent, strict=True)
-        # A copy of a cache may have another dtype than a store of codes returns.
-        k, v = (whole(*parts).astype(recalled.k.dtype) for parts in zones)
-        kept_k, kept_v = (
-            jnp.where(of_rows, *two) for two in ((k, recalled.k), (v, recalled.v))
-        )
-        return st, (k, v), lambda: (kept_k, kept_v)
+        k = joined(history_k, pending_k, recent[0], recalled.k.dtype)
+        v = joined(history_v, pending_v, recent[1], recalled.v.dtype)
+        rest = jnp.where(takes, k, recalled.k), jnp.where(takes, v, recalled.v)
+        return st, (k, v), lambda: rest
 
     def place(
         self, st: Any, hot: tuple[Array, Array], page: Array, used: Array, at: Array

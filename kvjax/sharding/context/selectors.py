@@ -93,50 +93,71 @@ class StripedSelector(Wrapper):
         """
         if candidates.last is not None:
             return super().select(ix, q, candidates, logits=logits)
-        stripes, unit, rule = self.stripes, self.unit, self.group_reduce
-        q = lax.stop_gradient(
-            q
-        )  # a selection has no derivative, nor has the sum of `sum_in_one_pass`
-        scores, scored = self.score_own(ix, q, logits=logits), self.with_pending(candidates, q)
+        # A selection has no derivative, nor has the sum of `sum_in_one_pass`.
+        q = lax.stop_gradient(q)
         start, stop = (jnp.asarray(x, jnp.int32) for x in candidates.span)
-        own = replace(candidates, span=(stripes.owned(start), stripes.owned(stop)))
-        pending, exist = scored.pending_units(q, logits, unit)
-        units = scores.shape[3]
-        parts = [
-            (scores, own.inside(*own.span, units, unit)),
-            (pending, exist & (stripes.device == 0)),
-        ]
-        total = None
-        if rule in SOFTMAX_REDUCES:
-            every = lax.all_gather(log_sum_in_one_pass(parts), stripes.axis)
-            total = jax.nn.logsumexp(every, axis=0)[..., None]
-        best, rank = rank_grouped(
-            parts, rule, min(candidates.k_max, units + pending.shape[3]), total
-        )
-        last = units * (stripes.parts - 1)  # units past those of the whole history are pending
-        place = jnp.where(
-            best.slots < units, stripes.place(best.slots * unit) // unit, best.slots + last
-        )
-        place = jnp.where(best.valid, place, NOWHERE)
-        offers = lax.all_gather(
-            jnp.stack([lax.bitcast_convert_type(rank, jnp.int32), place]), stripes.axis
-        )
+        own = replace(candidates, span=(self.stripes.owned(start), self.stripes.owned(stop)))
+        history, pending = self._scored(ix, q, candidates, own, logits)
+        units = history[0].shape[3]
+
+        # Each device offers its best units, and sees the offers of all.
+        most = min(candidates.k_max, units + pending[0].shape[3])
+        total = self._log_sum((history, pending))
+        best, rank = rank_grouped((history, pending), self.group_reduce, most, total)
+        place = self._places(best, units)
+        every = self._offers(rank, place)
+
+        # Its own part of the selection, which it attends to.
+        k = by_row(candidates.k)
+        taken = PackedSelection(best.slots, count_taken((rank, place), every, k))
+        mine = taken if self.unit == 1 else own.tokens(unpack(taken), units, self.unit)
+
+        # The whole selection, which a step that keeps no Info does not compute.
+        whole = first_places(*every, candidates.k_max)
+        first = (whole < NOWHERE) & (jnp.arange(whole.shape[3])[None, None, None] < k)
+        slots = Selection(jnp.where(first, whole, 0), first)
+        tokens = candidates.tokens(slots, units * self.stripes.parts, self.unit)
+        return DealtSelection(*tokens, mine)
+
+    def _scored(
+        self, ix: Any, q: Array, candidates: Candidates, own: Candidates, logits: Logits
+    ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        """Scores f32[B, K, G, U], and which of them count, of this device's units of the
+        history and of the pending units, which the first device offers.
+        """
+        scores = self.score_own(ix, q, logits=logits)
+        scored = self.with_pending(candidates, q)
+        pending, exist = scored.pending_units(q, logits, self.unit)
+        inside = own.inside(*own.span, scores.shape[3], self.unit)
+        return (scores, inside), (pending, exist & (self.stripes.device == 0))
+
+    def _log_sum(self, parts: tuple[tuple[Array, Array], ...]) -> Array | None:
+        """f32[B, K, G, 1]: the log-sum-exp of the scores of all devices; None for a rule that
+        needs none.
+        """
+        if self.group_reduce not in SOFTMAX_REDUCES:
+            return None
+        every = lax.all_gather(log_sum_in_one_pass(parts), self.stripes.axis)
+        return jax.nn.logsumexp(every, axis=0)[..., None]
+
+    def _places(self, best: Selection, units: int) -> Array:
+        """The places of this device's best units among the units of all devices, where pending
+        ones follow those of the history; NOWHERE for none.
+        """
+        stripes, unit = self.stripes, self.unit
+        in_history = stripes.place(best.slots * unit) // unit
+        past_history = best.slots + units * (stripes.parts - 1)
+        place = jnp.where(best.slots < units, in_history, past_history)
+        return jnp.where(best.valid, place, NOWHERE)
+
+    def _offers(self, rank: Array, place: Array) -> tuple[Array, Array]:
+        """The ranks, as u32, and the places of the best units of all devices, in one exchange."""
+        mine = jnp.stack([lax.bitcast_convert_type(rank, jnp.int32), place])
+        offers = lax.all_gather(mine, self.stripes.axis)
         ranks, places = (
             jnp.moveaxis(offers[:, i], 0, 3).reshape(*rank.shape[:3], -1) for i in range(2)
         )
-        every = lax.bitcast_convert_type(ranks, jnp.uint32), places
-
-        k = by_row(candidates.k)
-        taken = PackedSelection(best.slots, count_taken((rank, place), every, k))
-        mine = taken if unit == 1 else own.tokens(unpack(taken), units, unit)
-        whole = first_places(
-            *every, candidates.k_max
-        )  # not computed in a step that keeps no Info
-        first = (whole < NOWHERE) & (jnp.arange(whole.shape[3])[None, None, None] < k)
-        tokens = candidates.tokens(
-            Selection(jnp.where(first, whole, 0), first), units * stripes.parts, unit
-        )
-        return DealtSelection(*tokens, mine)
+        return lax.bitcast_convert_type(ranks, jnp.uint32), places
 
 
 @dataclass(frozen=True)
