@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +70,35 @@ class EvictingState:
     def overflow(self) -> Array:
         """bool[B]: always false, because there is room for every token."""
         return jnp.zeros_like(self.length, bool)
+
+
+class Voters(NamedTuple):
+    """The n queries of a prompt whose weights are evidence."""
+
+    at: Array  # i32[B, n] their places in the chunk; below 0 for none
+    counts: Array  # bool[B, n] those that vote
+    block: int  # queries at a time, which divides n
+    every: bool  # all queries of the prompt vote
+    stands_for: Array | None  # f32[B] queries of which each is a sample; None: it is none
+
+
+class Line(NamedTuple):
+    """L = S + T tokens in order of position: empty slots, held tokens, those of a chunk, and
+    its padding.
+    """
+
+    source: Array  # i32[B, K, L] the slot of each, or S + its place in the chunk
+    position: Array  # i32[B, K, L] -1 where there is no token
+    evidence: Array | None  # f32[B, K, L]
+    stays: Array | None  # bool[B, K, L]
+    k: Array  # dtype[B, K, L, D] by slot and place in the chunk, not in order
+    v: Array  # dtype[B, K, L, D] as k
+
+    def tokens(self, place: Array) -> tuple[Array, Array]:
+        """Keys and values [B, K, X, D] at places i32[B, K, X] of the line."""
+        source = jnp.take_along_axis(self.source, place, axis=-1)[..., None]
+        k = jnp.take_along_axis(self.k, source, axis=2)
+        return k, jnp.take_along_axis(self.v, source, axis=2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,58 +299,70 @@ class Evicting(Policy):
             st = replace(st, memory=self.evictor.see_queries(st.memory, _scaled(q, step), at))
         if self.evictor.arrival is None:
             return self._keep(st, k, v, lengths, None)
-        T, S = k.shape[2], st.tokens.slots
-        voters = self.evictor.voters(self._share(S))
+        voters = self._voters(st, lengths, k.shape[2])
+        votes = self._votes(st, q, k, lengths, voters, step)
+        return self._keep(st, k, v, lengths, votes)
+
+    def _voters(self, st: EvictingState, lengths: Array, T: int) -> Voters:
+        """The queries that vote in a prompt with the first `lengths` i32[B] of T tokens."""
+        last = self.evictor.voters(self._share(st.tokens.slots))
+        count = T if last is None else min(last, T)
+        sampled = count if last is not None else self.evictor.sampled or T
+        block = min(count, sampled, QUERIES)
+        padded = -(-min(count, sampled) // block) * block
+        if last is None and padded < count:
+            at, stands_for = _spread(lengths, padded)
+            return Voters(at, at >= 0, block, every=False, stands_for=stands_for)
         # The last queries of each row, padded at the front to whole blocks with queries that
         # see nothing.
-        voter_count = T if voters is None else min(voters, T)
-        sampled = voter_count if voters is not None else self.evictor.sampled or T
-        block = min(voter_count, sampled, QUERIES)
-        padded_count = -(-min(voter_count, sampled) // block) * block
-        if few := padded_count < voter_count and voters is None:
-            at, stands_for = _spread(lengths, padded_count)
-            votes_too = at >= 0
-        else:
-            at = lengths[:, None] - padded_count + jnp.arange(padded_count)[None]
-            votes_too = (at >= 0) & (jnp.arange(padded_count) >= padded_count - voter_count)[
-                None
-            ]
-        queries = jnp.take_along_axis(q, jnp.maximum(at, 0)[:, None, None, :, None], axis=3)
-        query_position = jnp.where(votes_too, st.length[:, None] + at, -1)
+        at = lengths[:, None] - padded + jnp.arange(padded)[None]
+        counts = (at >= 0) & (jnp.arange(padded) >= padded - count)[None]
+        return Voters(at, counts, block, every=last is None, stands_for=None)
+
+    def _votes(
+        self,
+        st: EvictingState,
+        q: Array,
+        k: Array,
+        lengths: Array,
+        voters: Voters,
+        step: Step,
+    ) -> Array:
+        """f32[B, K, G, S+T]: the weights that the voters of a prompt give to the S slots and to
+        the T tokens of the chunk, summed.
+        """
+        T, block, total = k.shape[2], voters.block, voters.at.shape[1]
+        chosen = jnp.maximum(voters.at, 0)
+        queries = jnp.take_along_axis(q, chosen[:, None, None, :, None], axis=3)
+        query_position = jnp.where(voters.counts, st.length[:, None] + voters.at, -1)
         keys = jnp.concatenate([self._at_distance(st), k.astype(st.tokens.k.dtype)], axis=2)
         position = jnp.concatenate([self._positions(st), self._coming(st, lengths, T)], axis=2)
-        lse = None
-        if (
-            voters is None
-            and not few
-            and T > QUERIES
-            and takes_cudnn(keys.dtype, keys.shape[3], step.logits.cap)
-        ):
-            # cuDNN's sums over the keys take less time than a softmax in JAX, which reads and
-            # writes all logits.
-            real = keep_valid(k, position[:, :, S:] >= 0)
-            parts = (
-                attend_own(q, real, real, logits=step.logits, window=step.window),
-                self._attend_kept(st, q, step),
-            )
-            lse = jnp.take_along_axis(
-                merge(*parts).lse.reshape(q.shape[:4]),
-                jnp.maximum(at, 0)[:, None, None],
-                axis=3,
-            )
 
-        def count(i: Array, votes: Array) -> Array:
+        lse = None
+        fast = takes_cudnn(keys.dtype, keys.shape[3], step.logits.cap)
+        if voters.every and T > QUERIES and fast:
+            every = self._log_sums(st, q, k, position, step)
+            lse = jnp.take_along_axis(every, chosen[:, None, None], axis=3)
+
+        def add_block(i: Array, votes: Array) -> Array:
+            """`votes` for the first L keys, with those of the i-th block of queries."""
             L = votes.shape[3]
-            qb = lax.dynamic_slice_in_dim(queries, i * block, block, axis=3)
+            of_block = lax.dynamic_slice_in_dim(queries, i * block, block, axis=3)
             here = lax.dynamic_slice_in_dim(query_position, i * block, block, axis=1)
             first, at = lowest_visible(here, step.window), position[:, :, None, :L]
             seen = (at <= here[:, None, :, None]) & (at >= first[:, None, :, None]) & (at >= 0)
-            known = (
-                None if lse is None else lax.dynamic_slice_in_dim(lse, i * block, block, axis=3)
-            )
-            return votes + _sum_weights(qb, keys[:, :, :L], seen, step, known)
+            known = None
+            if lse is not None:
+                known = lax.dynamic_slice_in_dim(lse, i * block, block, axis=3)
+            return votes + _sum_weights(of_block, keys[:, :, :L], seen, step, known)
 
-        (B, K, L), blocks = position.shape, padded_count // block
+        def later_keys(stop: int) -> int:
+            """How many keys of the chunk come after all of the first `stop` queries."""
+            if voters.stands_for is None:
+                return total - stop
+            return T - -(-stop * T // total)
+
+        (B, K, L), blocks = position.shape, total // block
         votes = vary_with(
             jnp.zeros((B, K, q.shape[2], L), jnp.float32),
             queries,
@@ -328,22 +370,28 @@ class Evicting(Policy):
             query_position,
             position,
         )
+        # A part of the queries is compared only with the keys that it may see.
         bounds = [blocks * part // PARTS for part in range(PARTS + 1)]
         for begin, end in pairwise(bounds):
             if begin < end:
-                # keys that are not after the last of these queries
-                earlier = L - (
-                    T - -(-end * block * T // padded_count)
-                    if few
-                    else padded_count - end * block
-                )
-                counted = lax.fori_loop(begin, end, count, votes[..., :earlier])
+                visible = votes[..., : L - later_keys(end * block)]
+                counted = lax.fori_loop(begin, end, add_block, visible)
                 # `votes.at[...].set` is a scatter, at which XLA of jaxlib 0.11.2 crashes on
                 # several CPU devices.
                 votes = lax.dynamic_update_slice_in_dim(votes, counted, 0, axis=3)
-        if few:
-            votes *= stands_for[:, None, None, None]
-        return self._keep(st, k, v, lengths, votes)
+        if voters.stands_for is not None:
+            votes *= voters.stands_for[:, None, None, None]
+        return votes
+
+    def _log_sums(
+        self, st: EvictingState, q: Array, k: Array, position: Array, step: Step
+    ) -> Array:
+        """f32[B, K, G, T]: the log-sum-exp of each query's logits, by cuDNN, which takes less
+        time than a softmax in JAX: that reads and writes all logits.
+        """
+        real = keep_valid(k, position[:, :, st.tokens.slots :] >= 0)
+        own = attend_own(q, real, real, logits=step.logits, window=step.window)
+        return merge(own, self._attend_kept(st, q, step)).lse.reshape(q.shape[:4])
 
     def _keep(
         self,
@@ -359,171 +407,144 @@ class Evicting(Policy):
         `votes` f32[B, K, G, S+T] are in this order: by slot, then by place in the chunk. With
         `room`, rows bool[B] and tokens i32[B], only these rows change, and keep only so many.
         """
-        (B, K, S), T = st.position.shape, k.shape[2]
-        # a row that stores nothing stays as it is
+        S, T = st.tokens.slots, k.shape[2]
+        L, end = S + T, st.length + lengths
+        # A row that stores nothing stays as it is.
         takes, most = (lengths > 0, None) if room is None else room
-        end = st.length + lengths
-        position = self._positions(st)
-        # One line in order of position: empty slots, held tokens, the chunk, its padding.
-        order = jnp.argsort(position, axis=-1).astype(jnp.int32)
-        order = jnp.concatenate(
-            [order, jnp.broadcast_to(S + jnp.arange(T, dtype=jnp.int32), (B, K, T))], axis=-1
-        )
-        position = jnp.concatenate([position, self._coming(st, lengths, T)], axis=2)
-        position = jnp.take_along_axis(position, order, axis=-1)
-        evidence, stays = st.evidence, st.stays
-        if stays is not None:
-            coming = jnp.ones((B, K, T), bool)
-            stays = jnp.take_along_axis(
-                jnp.concatenate([stays, coming], axis=2), order, axis=-1
-            )
-        if evidence is not None:
-            arriving = jnp.broadcast_to(self._arriving(k, v), (B, K, T))
-            evidence = jnp.take_along_axis(
-                jnp.concatenate([evidence, arriving], axis=2), order, axis=-1
-            )
-        if evidence is not None and votes is not None:
-            votes = jnp.take_along_axis(votes, order[:, :, None], axis=-1)
-            evidence = self.evictor.see_prompt(evidence, votes, position, end, self._share(S))
-        k_line, v_line = (
-            jnp.concatenate([old, new.astype(old.dtype)], axis=2)
-            for old, new in ((st.tokens.k, k), (st.tokens.v, v))
-        )
-        L = S + T
-        held = Held(evidence, position, end, self._share(S), k_line, v_line, st.memory)
-        worth = self._worth(held, None if room is None else stays, order)
 
-        # The line is reversed, so that ties go to the newer token.
-        best = self._best(jnp.flip(worth, axis=-1), jnp.flip(position >= 0, axis=-1), S)
-        if most is not None:
-            best = best._replace(
-                valid=best.valid & (jnp.arange(S)[None] < most[:, None])[:, None]
+        line = self._line(st, k, v, lengths)
+        if line.evidence is not None and votes is not None:
+            votes = jnp.take_along_axis(votes, line.source[:, :, None], axis=-1)
+            evidence = self.evictor.see_prompt(
+                line.evidence, votes, line.position, end, self._share(S)
             )
-        place = jnp.sort(
-            jnp.where(best.valid, L - 1 - best.slots, L), axis=-1
-        )  # the kept places, in order; then L
+            line = line._replace(evidence=evidence)
+        held = Held(
+            line.evidence, line.position, end, self._share(S), line.k, line.v, st.memory
+        )
+        worth = self._worth(held, None if room is None else line.stays, line.source)
+        place = self._best_places(line, worth, S, most)
         valid, place = place < L, jnp.minimum(place, L - 1)
 
-        def tokens(place: Array) -> tuple[Array, Array]:
-            """Keys and values [B, K, X, D] of the line at places i32[B, K, X]."""
-            source = jnp.take_along_axis(order, place, axis=-1)[..., None]
-            return jnp.take_along_axis(k_line, source, axis=2), jnp.take_along_axis(
-                v_line, source, axis=2
-            )
-
-        def select(line: Array) -> Array:
-            return jnp.where(
-                valid, jnp.take_along_axis(line, place, axis=-1), jnp.zeros((), line.dtype)
-            )
+        def select(a: Array) -> Array:
+            found = jnp.take_along_axis(a, place, axis=-1)
+            return jnp.where(valid, found, jnp.zeros((), a.dtype))
 
         def leaving() -> tuple[Array, Array]:
-            stays = put_last(jnp.zeros((B, K, L), bool), jnp.where(valid, place, L), True)
-            gone = jnp.sort(
-                jnp.where(
-                    (position >= 0) & ~stays, jnp.arange(L, dtype=jnp.int32)[None, None], L
-                ),
-                axis=-1,
+            """The evicted tokens, in order, then others."""
+            kept = put_last(
+                jnp.zeros(line.position.shape, bool), jnp.where(valid, place, L), True
             )
-            return tokens(jnp.minimum(gone[..., :T], L - 1))
+            gone = jnp.where(
+                (line.position >= 0) & ~kept, jnp.arange(L, dtype=jnp.int32)[None, None], L
+            )
+            return line.tokens(jnp.minimum(jnp.sort(gone, axis=-1)[..., :T], L - 1))
 
-        kept_k, kept_v = tokens(place)
+        kept_k, kept_v = line.tokens(place)
         keys = None
         if st.keys is not None:
             # Keys are turned from how they came, by one angle: to turn stored ones again at each
             # eviction would round them each time.
-            source = jnp.take_along_axis(order, place, axis=-1)[..., None]
-            line = jnp.concatenate([st.keys, k.astype(st.keys.dtype)], axis=2)
-            keys = keep_valid(jnp.take_along_axis(line, source, axis=2), valid)
-            was = jnp.take_along_axis(position, place, axis=-1)
+            source = jnp.take_along_axis(line.source, place, axis=-1)[..., None]
+            as_they_came = jnp.concatenate([st.keys, k.astype(st.keys.dtype)], axis=2)
+            keys = keep_valid(jnp.take_along_axis(as_they_came, source, axis=2), valid)
+            was = jnp.take_along_axis(line.position, place, axis=-1)
             by = jnp.arange(S, dtype=jnp.int32)[None, None] - was
             kept_k = turn_positions(keys, by, self.rope).astype(keys.dtype)
         kept_k, kept_v = keep_valid(kept_k, valid), keep_valid(kept_v, valid)
         count = jnp.minimum(st.tokens.count + lengths, S if most is None else most)
-        new = {
-            "tokens": Block(kept_k, kept_v, count),
-            "position": select(position),
-            "evidence": None if evidence is None else select(evidence),
-            "length": end,
-            "due": st.due if st.due is None or room is not None else jnp.zeros_like(st.due),
-            "stays": None if stays is None else select(stays),
-            "keys": keys,
-        }
-        old = {name: getattr(st, name) for name in new}
-        new = jax.tree.map(
-            lambda a, b: jnp.where(takes.reshape(-1, *(1,) * (a.ndim - 1)), a, b), new, old
+        due = st.due
+        if due is not None and room is None:
+            due = jnp.zeros_like(due)
+
+        of_rows = partial(_of_rows, takes)
+        after = replace(
+            st,
+            tokens=of_rows(Block(kept_k, kept_v, count), st.tokens),
+            position=of_rows(select(line.position), st.position),
+            evidence=None
+            if line.evidence is None
+            else of_rows(select(line.evidence), st.evidence),
+            length=of_rows(end, st.length),
+            due=of_rows(due, st.due),
+            stays=None if line.stays is None else of_rows(select(line.stays), st.stays),
+            keys=of_rows(keys, st.keys),
         )
-        return self._settled(replace(st, **new), valid, takes, leaving)
+        return self._settled(after, valid, takes, leaving)
+
+    def _line(self, st: EvictingState, k: Array, v: Array, lengths: Array) -> Line:
+        """The held tokens and the first `lengths` i32[B] of a chunk k, v [B, K, T, D]."""
+        (B, K, S), T = st.position.shape, k.shape[2]
+        position = self._positions(st)
+        held = jnp.argsort(position, axis=-1).astype(jnp.int32)
+        chunk = jnp.broadcast_to(S + jnp.arange(T, dtype=jnp.int32), (B, K, T))
+        source = jnp.concatenate([held, chunk], axis=-1)
+
+        def in_order(held: Array, coming: Array) -> Array:
+            return jnp.take_along_axis(jnp.concatenate([held, coming], axis=2), source, axis=-1)
+
+        evidence, stays = st.evidence, st.stays
+        if stays is not None:
+            stays = in_order(stays, jnp.ones((B, K, T), bool))
+        if evidence is not None:
+            evidence = in_order(evidence, jnp.broadcast_to(self._arriving(k, v), (B, K, T)))
+        return Line(
+            source=source,
+            position=in_order(position, self._coming(st, lengths, T)),
+            evidence=evidence,
+            stays=stays,
+            k=jnp.concatenate([st.tokens.k, k.astype(st.tokens.k.dtype)], axis=2),
+            v=jnp.concatenate([st.tokens.v, v.astype(st.tokens.v.dtype)], axis=2),
+        )
+
+    def _best_places(self, line: Line, worth: Array, slots: int, most: Array | None) -> Array:
+        """i32[B, K, S]: the places of the line that are kept, in order, then L; no more than
+        `most` i32[B] of a row, if given.
+        """
+        L = worth.shape[-1]
+        # The line is reversed, so that ties go to the newer token.
+        eligible = jnp.flip(line.position >= 0, axis=-1)
+        best = self._best(jnp.flip(worth, axis=-1), eligible, slots)
+        if most is not None:
+            fits = (jnp.arange(slots)[None] < most[:, None])[:, None]
+            best = best._replace(valid=best.valid & fits)
+        return jnp.sort(jnp.where(best.valid, L - 1 - best.slots, L), axis=-1)
 
     def _make_room(self, st: EvictingState, full: Array) -> EvictingState:
-        """`st` less `every` tokens of each row that is `full` bool[B]; the last slots' tokens
-        move to the free ones.
+        """Frees `every` slots in each row that is `full` bool[B]; tokens of the last slots move
+        into the gaps.
         """
         (B, K, S), n = st.position.shape, self.every
-        count = st.tokens.count - n * full.astype(jnp.int32)
-        last = jnp.broadcast_to(
-            (count[:, None] + jnp.arange(n, dtype=jnp.int32)[None])[:, None], (B, K, n)
-        )
+        count = st.tokens.count - n * full.astype(jnp.int32)  # tokens after the eviction
+        last = (count[:, None] + jnp.arange(n, dtype=jnp.int32)[None])[:, None]
+        last = jnp.broadcast_to(last, (B, K, n))
 
         def moves() -> tuple[Array, Array]:
-            """Slots i32[B, K, n] of tokens that move, those first, and their new slots, or S."""
-            held = Held(
-                st.evidence,
-                position,
-                st.length,
-                self._share(S),
-                st.tokens.k,
-                st.tokens.v,
-                st.memory,
-            )
-            worth = jnp.where(position >= 0, self._worth(held, st.stays), jnp.inf)
-            gone = jnp.lexsort((jnp.where(position >= 0, position, S), worth), axis=-1)[
-                ..., :n
-            ].astype(jnp.int32)
-            leaves = jnp.any(last[..., None] == gone[..., None, :], axis=-1)
-            source = jnp.take_along_axis(last, jnp.argsort(leaves, axis=-1), axis=-1)
-            free = jnp.sort(jnp.where(gone < count[:, None, None], gone, S), axis=-1)
-            return source, jnp.where(full[:, None, None], free, S)
+            source, target = fill_gaps(self._least_worthy(st), last, count, S)
+            return source, jnp.where(full[:, None, None], target, S)
 
-        position = self._positions(st)
-        source, target = lax.cond(jnp.any(full), moves, lambda: (last, jnp.full_like(last, S)))
+        def none() -> tuple[Array, Array]:
+            return last, jnp.full_like(last, S)
 
-        def move(
-            i: Array, done: tuple[EvictingState, Array, Array]
-        ) -> tuple[EvictingState, Array, Array]:
-            """`st` with the i-th of these tokens in its new slot: one write for each, in place."""
-            st, source, target = done
-            old, new = (lax.dynamic_slice_in_dim(a, i, 1, axis=2) for a in (source, target))
-            here = jnp.arange(S)[None, None] == new
-
-            def put(a: Array | None) -> Any:
-                if a is None:
-                    return None
-                one = jnp.take_along_axis(
-                    a, old if a.ndim == 3 else old[..., None], axis=2, mode="clip"
-                )
-                if a.ndim == 3:
-                    return jnp.where(here, one, a)
-                rows, moved = (x.reshape(B * K, 1, -1, x.shape[3]) for x in (a, one))
-                taken = (new < S).astype(jnp.int32).reshape(-1)
-                return write(rows, moved, jnp.minimum(new, S - 1).reshape(-1), taken).reshape(
-                    a.shape
-                )
-
-            tokens = replace(st.tokens, k=put(st.tokens.k), v=put(st.tokens.v))
-            rest = {name: put(getattr(st, name)) for name in ("position", "evidence", "stays")}
-            return replace(st, tokens=tokens, **rest), source, target
-
-        def run(*done: Any) -> EvictingState:
-            steps = n * jnp.any(done[2] < S).astype(jnp.int32)
-            return lax.fori_loop(0, steps, move, done)[0]
-
-        def all_steps(
-            *done: Any,
-        ) -> EvictingState:  # a loop whose bounds are data has no reverse-mode derivative
-            return lax.fori_loop(0, n, move, done)[0]
-
-        st = with_derivative(run, all_steps)(st, source, target)
+        source, target = lax.cond(jnp.any(full), moves, none)
+        st = move_tokens(st, source, target)
         return replace(st, tokens=replace(st.tokens, count=count))
+
+    def _least_worthy(self, st: EvictingState) -> Array:
+        """i32[B, K, n]: the slots of the `every` tokens of least worth; of equals the oldest."""
+        position, slots = self._positions(st), st.tokens.slots
+        held = Held(
+            st.evidence,
+            position,
+            st.length,
+            self._share(slots),
+            st.tokens.k,
+            st.tokens.v,
+            st.memory,
+        )
+        worth = jnp.where(position >= 0, self._worth(held, st.stays), jnp.inf)
+        age = jnp.where(position >= 0, position, slots)
+        return jnp.lexsort((age, worth), axis=-1)[..., : self.every].astype(jnp.int32)
 
     def _close_up(self, st: EvictingState, full: Array) -> EvictingState:
         """`st` less `every` tokens of each row that is `full` bool[B]; the others are rotated
@@ -735,6 +756,77 @@ class Evicting(Policy):
         at = jnp.arange(T, dtype=jnp.int32)[None]
         coming = jnp.where(at < lengths[:, None], st.length[:, None] + at, -1)
         return jnp.broadcast_to(coming[:, None], (*st.position.shape[:2], T))
+
+
+def fill_gaps(evicted: Array, last: Array, count: Array, slots: int) -> tuple[Array, Array]:
+    """Which tokens move where, so that the first `count` i32[B] slots are filled after an
+    eviction.
+
+    `evicted` i32[B, K, n] are the slots of the evicted tokens, and `last` i32[B, K, n] the n
+    slots from `count` on. Returns the slots i32[B, K, n] of tokens that move, those first, and
+    the gaps that they fill, or `slots` for none.
+    """
+    leaves = jnp.any(last[..., None] == evicted[..., None, :], axis=-1)
+    source = jnp.take_along_axis(last, jnp.argsort(leaves, axis=-1), axis=-1)
+    gaps = jnp.where(evicted < count[:, None, None], evicted, slots)
+    return source, jnp.sort(gaps, axis=-1)
+
+
+def move_tokens(st: EvictingState, source: Array, target: Array) -> EvictingState:
+    """Copies the tokens in the slots `source` i32[B, K, n] to the slots `target`, S for none:
+    one write for each, in place.
+    """
+    (B, K, S), n = st.position.shape, source.shape[2]
+
+    def move(
+        i: Array, done: tuple[EvictingState, Array, Array]
+    ) -> tuple[EvictingState, Array, Array]:
+        st, source, target = done
+        old, new = (lax.dynamic_slice_in_dim(a, i, 1, axis=2) for a in (source, target))
+        here = jnp.arange(S)[None, None] == new
+
+        def one_number(a: Array | None) -> Array | None:
+            if a is None:
+                return None
+            return jnp.where(here, jnp.take_along_axis(a, old, axis=2, mode="clip"), a)
+
+        def one_row(a: Array) -> Array:
+            token = jnp.take_along_axis(a, old[..., None], axis=2, mode="clip")
+            rows, moved = (x.reshape(B * K, 1, -1, x.shape[3]) for x in (a, token))
+            taken = (new < S).astype(jnp.int32).reshape(-1)
+            at = jnp.minimum(new, S - 1).reshape(-1)
+            return write(rows, moved, at, taken).reshape(a.shape)
+
+        position = one_number(st.position)
+        assert position is not None
+        st = replace(
+            st,
+            tokens=replace(st.tokens, k=one_row(st.tokens.k), v=one_row(st.tokens.v)),
+            position=position,
+            evidence=one_number(st.evidence),
+            stays=one_number(st.stays),
+        )
+        return st, source, target
+
+    def run(*done: Any) -> EvictingState:
+        steps = n * jnp.any(done[2] < S).astype(jnp.int32)
+        return lax.fori_loop(0, steps, move, done)[0]
+
+    def all_steps(*done: Any) -> EvictingState:
+        # A loop whose bounds are data has no reverse-mode derivative.
+        return lax.fori_loop(0, n, move, done)[0]
+
+    moved: EvictingState = with_derivative(run, all_steps)(st, source, target)
+    return moved
+
+
+def _of_rows(rows: Array, new: Any, old: Any) -> Any:
+    """The arrays of `new` in the rows where bool[B] is true, else those of `old`."""
+
+    def of_rows(a: Array, b: Array) -> Array:
+        return jnp.where(rows.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
+
+    return jax.tree.map(of_rows, new, old)
 
 
 def _spread(lengths: Array, count: int) -> tuple[Array, Array]:

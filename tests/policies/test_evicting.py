@@ -14,6 +14,7 @@ import pytest
 import kvjax
 from kvjax import CacheSpec, Evicting, HeavyHitter, LastQuery, Observation, Sliding, generation
 from kvjax.policies import evicting
+from kvjax.policies.evicting import fill_gaps, move_tokens
 from kvjax.testing import _drive as drive
 from kvjax.testing import check_policy
 from kvjax.testing._expect import dense, held_positions
@@ -455,3 +456,26 @@ def test_decoding_reads_a_prompt_whole_unless_told_otherwise() -> None:
     assert sizes_of(Evicting(evictor=Observation(), budget=64)) == [1024]
     assert set(sizes_of(Evicting(evictor=Observation(), budget=64), chunk=256)) == {256}
     assert set(sizes_of(kvjax.Full())) == {256, 64}
+
+
+def test_tokens_of_the_last_slots_fill_the_gaps_of_an_eviction() -> None:
+    """Of 7 tokens 3 are evicted, one of them in the last slots; a second row evicts none."""
+    evicted = jnp.asarray([[[5, 1, 2]], [[0, 1, 2]]], jnp.int32)
+    count = jnp.asarray([4, 7], jnp.int32)
+    last = count[:, None, None] + jnp.arange(3, dtype=jnp.int32)[None, None]
+    source, target = fill_gaps(evicted, last, count, 8)
+    np.testing.assert_array_equal(source[0, 0], [4, 6, 5])
+    np.testing.assert_array_equal(target[0, 0], [1, 2, 8])
+
+    policy = Evicting(evictor=Sliding(sink=0), budget=8, every=3)
+    st = policy.init(dataclasses.replace(SPEC, batch=2, q_heads=1, kv_heads=1, capacity=8))
+    position = jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32), st.position.shape)
+    k = jnp.broadcast_to(position[..., None].astype(st.tokens.k.dtype), st.tokens.k.shape)
+    st = dataclasses.replace(
+        st, position=position, tokens=dataclasses.replace(st.tokens, k=k, v=-k)
+    )
+    target = jnp.where(jnp.asarray([True, False])[:, None, None], target, 8)
+    moved = jax.jit(move_tokens)(st, source, target)
+    np.testing.assert_array_equal(moved.position[:, 0, :4], [[0, 4, 6, 3], [0, 1, 2, 3]])
+    np.testing.assert_array_equal(moved.tokens.k[..., 0], moved.position)
+    np.testing.assert_array_equal(moved.tokens.v[..., 0], -moved.position)
