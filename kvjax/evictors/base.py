@@ -65,7 +65,7 @@ class Evictor:
         """Raises ValueError if `budget` slots are too few."""
 
     def voters(self, slots: int) -> int | None:
-        """The number of last queries of a prompt that vote; None for all."""
+        """Returns the number of last queries of a prompt that vote; None for all."""
         return 0
 
     @property
@@ -113,13 +113,13 @@ class Evictor:
         return self.worth(held.evidence, held.position, held.end, held.slots)
 
     def remembers(self, head_dim: int) -> int:
-        """The number n of vectors of D = `head_dim` numbers that are remembered of a query
-        head's queries.
+        """Returns the number n of vectors of D = `head_dim` numbers that are remembered of a
+        query head's queries.
         """
         return 0
 
     def see_queries(self, memory: Array, q: Array, position: Array) -> Array:
-        """The memory f32[B, K, G, n, D], at first 0, after queries q [B, K, G, T, D] at
+        """Returns the memory f32[B, K, G, n, D], at first 0, after queries q [B, K, G, T, D] at
         `position` i32[B, T], or -1.
 
         Queries are scaled so that D**-0.5 * q.k are the logits, before a soft cap and without

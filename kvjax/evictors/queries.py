@@ -136,7 +136,7 @@ def _check_scores(evictor: ValueWeighted, inner: Evictor) -> None:
 
 
 def _magnitude(v: Array) -> Array:
-    """The sum of the magnitudes of each value: f32[B, K, L] of v [B, K, L, D]."""
+    """Returns the sum of the magnitudes of each value: f32[B, K, L] of v [B, K, L, D]."""
     return jnp.sum(jnp.abs(v.astype(jnp.float32)), axis=-1)
 
 
@@ -178,7 +178,7 @@ class ExpectedAttention(Evictor):
         return 2 + head_dim * self.covariance
 
     def see_queries(self, memory: Array, q: Array, position: Array) -> Array:
-        """The sum of queries, their count, and the sums of their products."""
+        """Returns the sum of queries, their count, and the sums of their products."""
         counts = position >= self.sink
         plain = turn_positions(q, -position[:, None, None], self.rope)
         plain = jnp.where(counts[:, None, None, :, None], plain, 0.0)
@@ -266,7 +266,7 @@ class Redundancy(Evictor):
         return self.window
 
     def see_queries(self, memory: Array, q: Array, position: Array) -> Array:
-        """The last queries, oldest first."""
+        """Returns the last queries, oldest first."""
         both = jnp.concatenate([memory, q.astype(jnp.float32)], axis=3)
         count = jnp.sum(position >= 0, axis=1)
         at = count[:, None] + jnp.arange(self.window)[None]
@@ -353,8 +353,8 @@ class Trigonometric(Evictor):
         return 2
 
     def see_queries(self, memory: Array, q: Array, position: Array) -> Array:
-        """The sum of queries; then that of the lengths of their pairs, and the number of
-        queries D/2 times.
+        """Returns the sum of queries; then that of the lengths of their pairs, and the number
+        of queries D/2 times.
         """
         counts = (position >= 0)[:, None, None, :, None]
         plain = jnp.where(counts, turn_positions(q, -position[:, None, None], self.rope), 0.0)

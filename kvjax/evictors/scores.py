@@ -91,7 +91,7 @@ class LogSpaced(Evictor):
         require_int("the budget of LogSpaced", budget, at_least=3)
 
     def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
-        """The number of the thinning that evicts a token.
+        """Returns the number of the thinning that evicts a token.
 
         A thinning moves a token from slot 2i to slot i, and from a slot past 2W back by W. So a
         token is evicted by the first thinning that finds it in an odd slot below 2W. After the
@@ -300,5 +300,5 @@ class LastUse(Evictor):
 
 
 def _newest(position: Array, end: Array, count: int) -> Array:
-    """The last `count` of the positions before `end` i32[B]: bool[B, K, L]."""
+    """Returns the last `count` of the positions before `end` i32[B]: bool[B, K, L]."""
     return position >= (end - count)[:, None, None]

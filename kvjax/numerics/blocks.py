@@ -208,7 +208,8 @@ def whole_units(tokens: int, unit: int) -> int:
 
 
 def sum_pairs(x: Array) -> Array:
-    """The sum over axis 3, by adding halves, which is the same to the bit in every program.
+    """Returns the sum over axis 3, by adding halves, which is the same to the bit in every
+    program.
 
     A plain reduction may add in another order there, and a page of a prompt would differ from
     the same one of steps.

@@ -108,7 +108,7 @@ class Span(NamedTuple):
 
 
 def empty_part(shape: tuple[int, ...]) -> PartialAttention:
-    """The identity of `merge`. `shape` is that of `out`."""
+    """Returns the identity of `merge`. `shape` is that of `out`."""
     return PartialAttention(
         jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], -jnp.inf, jnp.float32)
     )
@@ -248,7 +248,7 @@ def keep_valid(
 
 
 def merge(*parts: PartialAttention) -> PartialAttention:
-    """The attention over the union of disjoint parts, any of which may be empty.
+    """Returns the attention over the union of disjoint parts, any of which may be empty.
 
     >>> a = PartialAttention(jnp.array([2.0]), jnp.array(0.0)); b = PartialAttention(jnp.array([4.0]), jnp.array(0.0))
     >>> merge(a, b).out
@@ -293,8 +293,8 @@ def merge_blocks(
     blocks: int,
     shape: tuple[int, ...],
 ) -> PartialAttention:
-    """The merge of one(i, *operands) for the blocks i from first to stop - 1, (first, stop) =
-    bounds(*operands).
+    """Returns the merge of one(i, *operands) for the blocks i from first to stop - 1, (first,
+    stop) = bounds(*operands).
 
     `shape` is that of `out`. The bounds may be data. The derivative visits all `blocks`
     instead, so those outside of the bounds must give empty parts; it stores none of them.

@@ -95,12 +95,12 @@ def unpack_codes(packed: Array, channels: int) -> Array:
 
 
 def channels_packed(bits: int) -> int:
-    """The number of channels whose codes of 2, 3, 4 or 8 bits make whole bytes."""
+    """Returns the number of channels whose codes of 2, 3, 4 or 8 bits make whole bytes."""
     return {2: 4, 3: 8, 4: 2, 8: 1}[bits]
 
 
 def _places(ndim: int, bits: int = 1) -> Array:
-    """The place of the lowest bit of each code of a byte: u8[1, ..., 1, 8 / bits]."""
+    """Returns the place of the lowest bit of each code of a byte: u8[1, ..., 1, 8 / bits]."""
     return jnp.arange(0, 8, bits, dtype=jnp.uint8).reshape((1,) * (ndim - 1) + (-1,))
 
 
@@ -215,7 +215,9 @@ def _join(scale: Array, zero: Array) -> Array:
 
 
 def slice_tokens(code: C, first: Array | int, size: int) -> C:
-    """The codes of the `size` tokens from `first` on, both multiples of a group of tokens."""
+    """Returns the codes of the `size` tokens from `first` on, both multiples of a group of
+    tokens.
+    """
     groups = [code[0].shape[2] // a.shape[2] for a in code]
     parts = zip(code, groups, strict=True)
     return type(code)(

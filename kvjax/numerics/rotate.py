@@ -86,8 +86,8 @@ def require_rotatable(head_dim: int) -> None:
 
 
 def rotate(x: Array, seed: int) -> Array:
-    """The rotated R x: f32[..., D]. Lengths and inner products do not change, up to rounding in
-    f32.
+    """Returns the rotated R x: f32[..., D]. Lengths and inner products do not change, up to
+    rounding in f32.
     """
     D = x.shape[-1]
     require_rotatable(D)
@@ -96,7 +96,7 @@ def rotate(x: Array, seed: int) -> Array:
 
 
 def rotate_back(x: Array, seed: int) -> Array:
-    """The vectors whose rotation is x: f32[..., D]; the inverse of `rotate`."""
+    """Returns the vectors whose rotation is x: f32[..., D]; the inverse of `rotate`."""
     signs = jnp.asarray(_signs(x.shape[-1], seed)).reshape((1,) * (x.ndim - 1) + (-1,))
     return hadamard(x.astype(jnp.float32)) * (signs * np.float32(x.shape[-1] ** -0.5))
 
@@ -113,7 +113,7 @@ def rotate_few(x: Array, seed: int) -> Array:
 
 @lru_cache
 def rotation(D: int, seed: int) -> np.ndarray:
-    """The rotation R: f32[D, D]."""
+    """Returns the rotation R: f32[D, D]."""
     power, odd = _factor(D)
     H = np.ones((1, 1), np.float32)
     while H.shape[0] < power:
@@ -214,7 +214,7 @@ def encode(
 
 
 def decode(code: Directions) -> Array:
-    """The rotated keys that the codes stand for: f32[..., S, D]."""
+    """Returns the rotated keys that the codes stand for: f32[..., S, D]."""
     D, N = 8 * code.signs.shape[-1], code.subspaces
     planes = [*jnp.split(code.sizes, 8 * code.sizes.shape[-1] // D, axis=-1), code.signs]
     if (
@@ -231,14 +231,15 @@ def decode(code: Directions) -> Array:
 
 
 def sizes_of(code: Directions) -> tuple[float, ...]:
-    """The sizes of a channel of weight 1 that indices of a whole head's direction stand for;
-    none with 8 bits, whose sizes are an index and a half."""
+    """Returns the sizes of a channel of weight 1 that indices of a whole head's direction stand
+    for; none with 8 bits, whose sizes are an index and a half.
+    """
     planes, D = code.sizes.shape[-1] // code.signs.shape[-1], 8 * code.signs.shape[-1]
     return () if planes == 7 else tuple(map(float, lloyd_max(D, 2**planes)[1]))
 
 
 def decode_weights(code: Directions) -> Array:
-    """The weights of subspaces: f32[..., S, D/m]."""
+    """Returns the weights of subspaces: f32[..., S, D/m]."""
     N = code.subspaces
     if code.weights.dtype == jnp.uint8:
         return _decode_radii(code.weights, 8 * code.signs.shape[-1] // N)
@@ -248,8 +249,8 @@ def decode_weights(code: Directions) -> Array:
 
 
 def patterns(signs: Array, subspace: int) -> Array:
-    """The sign pattern of each subspace of m = `subspace` channels, 4 or 8, of signs u8[...,
-    D/8]: u8[..., D/m].
+    """Returns the sign pattern of each subspace of m = `subspace` channels, 4 or 8, of signs
+    u8[..., D/8]: u8[..., D/m].
     """
     return signs if subspace == 8 else unpack_codes(signs, 2 * signs.shape[-1])
 
@@ -276,7 +277,7 @@ def _code_radii(weight: Array, rotated: Array, subspace: int) -> Array:
 
 
 def _decode_radii(coded: Array, subspace: int) -> Array:
-    """The weights that u8[..., 2 + N/2] stand for: f32[..., N]."""
+    """Returns the weights that u8[..., 2 + N/2] stand for: f32[..., N]."""
     N = 2 * (coded.shape[-1] - 2)
     length = coded[..., :1].astype(jnp.uint16) | (
         coded[..., 1:2].astype(jnp.uint16) << jnp.uint16(8)

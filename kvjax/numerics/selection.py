@@ -222,8 +222,8 @@ class Candidates:
         )
 
     def tokens(self, units: Selection, stored: int, unit: int) -> Selection:
-        """The tokens of selected units that are candidates themselves, for an index of `stored`
-        units.
+        """Returns the tokens of selected units that are candidates themselves, for an index of
+        `stored` units.
         """
         if unit == 1:
             return units
@@ -269,8 +269,9 @@ def no_kernel_for(group_reduce: GroupReduce) -> str | None:
 
 
 def reduce_queries(q: Array, group_reduce: GroupReduce, steps: int = 1) -> Array:
-    """The queries f32[B, K, T*G', D] to score for q [B, K, T*G, D] of T steps: under
-    `mean_query` their mean in each step (G' = 1), else all."""
+    """Returns the queries f32[B, K, T*G', D] to score for q [B, K, T*G, D] of T steps: under
+    `mean_query` their mean in each step (G' = 1), else all.
+    """
     q = q.astype(jnp.float32)
     if group_reduce != "mean_query":
         return q
@@ -278,7 +279,7 @@ def reduce_queries(q: Array, group_reduce: GroupReduce, steps: int = 1) -> Array
 
 
 def join_lists(parts: Sequence[PackedSelection]) -> PackedSelection:
-    """The selections of some steps, one after the other."""
+    """Returns the selections of some steps, one after the other."""
     if len(parts) == 1:
         return parts[0]
     return PackedSelection(

@@ -53,7 +53,9 @@ class Groups(NamedTuple):
 
 
 def group_rows(prefix: Array, prefixes: int, sharers: int) -> Groups:
-    """The groups of rows with prefix i32[B], at most `sharers` of one prefix; negative is none."""
+    """Returns the groups of rows with prefix i32[B], at most `sharers` of one prefix; negative
+    is none.
+    """
     B = prefix.shape[0]
     row = jnp.arange(B, dtype=jnp.int32)
     rank = jnp.sum(
@@ -116,7 +118,7 @@ class SlotAxis(NamedTuple):
 
 @lru_cache(maxsize=256)
 def slot_axes(part: Any, spec: CacheSpec) -> tuple[SlotAxis | None, ...]:
-    """The axis of slots of each array of a store or selector; None for a count.
+    """Returns the axis of slots of each array of a store or selector; None for a count.
 
     Raises:
       ValueError: an array that belongs to a whole row.

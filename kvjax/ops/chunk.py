@@ -283,7 +283,8 @@ def _stream(
 
 @jax.custom_jvp
 def in_order(*arrays: Array) -> tuple[Array, ...]:
-    """The arrays unchanged, behind a barrier: none is available before all are computed.
+    """Returns the arrays unchanged, behind a barrier: none is available before all are
+    computed.
 
     Each keeps its own derivative: k and v may have none.
     """
@@ -382,7 +383,9 @@ def attend_chunk_in_parts(
 def _own_blocks(
     q: Array, k: Array, v: Array, axis: Axis, parts: int, *, logits: Logits
 ) -> list[PartialAttention]:
-    """The parts of this device's two blocks, out f32[B, K, G, n, E] and lse f32[B, K, G, n]."""
+    """Returns the parts of this device's two blocks, out f32[B, K, G, n, E] and lse f32[B, K,
+    G, n].
+    """
     (B, K, G, T, _), device = q.shape, lax.axis_index(axis)
     n, found = T // (2 * parts), []
     for block in (device, 2 * parts - 1 - device):

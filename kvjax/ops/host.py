@@ -114,8 +114,8 @@ def host_rows_rest(
     *,
     implementation: Implementation | None = None,
 ) -> Parts:
-    """The keys and values [B, K, M * Z, D] of all heads, after `host_rows_first` returned those
-    of some.
+    """Returns the keys and values [B, K, M * Z, D] of all heads, after `host_rows_first`
+    returned those of some.
 
     `first_read` = (which bool[B, K], parts) is the result of `host_rows_first`, by the same
     implementation. Heads in `recalls` recall as there; the others get `first_read` where
@@ -323,8 +323,8 @@ def hot_places(
 
 
 def _freed_places(tables: HotTables, kept: Array, count: int) -> tuple[Array, Array]:
-    """The first `count` places in the order in which the hand frees them, i32[B, K, count], and
-    how many of all were unused, i32[B, K, 1].
+    """Returns the first `count` places in the order in which the hand frees them, i32[B, K,
+    count], and how many of all were unused, i32[B, K, 1].
 
     The hand frees the unused places first, then the used ones, from where it points on. It
     never frees those that are `kept` bool[B, K, n].
@@ -376,8 +376,8 @@ def hot_load(
 
 
 def pages_to_read(page: Array, used: Array, at: Array) -> tuple[Array, Array]:
-    """The pages that `hot_load` reads, -1 for none, and their places, past the last one for
-    none: i32[B, K, N].
+    """Returns the pages that `hot_load` reads, -1 for none, and their places, past the last one
+    for none: i32[B, K, N].
     """
     n = page.shape[2]
     safe = jnp.minimum(at, n - 1)

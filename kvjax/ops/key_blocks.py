@@ -101,8 +101,8 @@ def why_no_kernel(q: Array, k: Array, v: Array, stop: Array, *, logits: Logits) 
 def choose_blocks(
     q: Array, k: Array, stop: Array, *, share: float, logits: Logits
 ) -> tuple[Array, Array]:
-    """The blocks of k [B, K, S, D] to which each block of queries q [B, K, G, T, D] attends, in
-    order, and how many: i32[B, K, G, T / 128, M] and i32[B, K, G, T / 128].
+    """Returns the blocks of k [B, K, S, D] to which each block of queries q [B, K, G, T, D]
+    attends, in order, and how many: i32[B, K, G, T / 128, M] and i32[B, K, G, T / 128].
 
     They are the `share` of the blocks with tokens before `stop` i32[B] that has the most
     estimated mass, but at least 16, and always the first and the last.

@@ -187,8 +187,8 @@ class Op(Generic[P, R]):
         return limit or self._untaken(a)
 
     def unsupported(self, *args: P.args, **kwargs: P.kwargs) -> str | None:
-        """The limit of the kernel that these arguments exceed, on any machine; None if the
-        kernel takes them.
+        """Returns the limit of the kernel that these arguments exceed, on any machine; None if
+        the kernel takes them.
         """
         a = self._bind(*args, **kwargs)
         return self._limit(self.module, a) or _too_large(vars(a)) or self._untaken(a)
@@ -219,11 +219,11 @@ class Op(Generic[P, R]):
         return None
 
     def run_kernel(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """The result of the kernel, whatever its limits; without a derivative."""
+        """Returns the result of the kernel, whatever its limits; without a derivative."""
         return self._mosaic(self.module, self._bind(*args, **kwargs))
 
     def _bind(self, *args: Any, **kwargs: Any) -> SimpleNamespace:
-        """The arguments by name, with defaults."""
+        """Returns the arguments by name, with defaults."""
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
         return SimpleNamespace(**bound.arguments)
@@ -403,7 +403,7 @@ class Forms(NamedTuple):
 def _forms(
     op: Op[..., Any], static: tuple[tuple[str, Any], ...], forced: bool, silent: bool
 ) -> Forms:
-    """The forms of `op` with these static arguments; `forced` and `silent` as in
+    """Returns the forms of `op` with these static arguments; `forced` and `silent` as in
     `_inside_reference`.
     """
 
@@ -463,7 +463,7 @@ def _why_not(limit: str | None) -> str | None:
 
 
 def _too_large(operands: Any) -> str | None:
-    """The limit of offsets of 32 bits, if an array exceeds it."""
+    """Returns the limit of offsets of 32 bits, if an array exceeds it."""
     for leaf in jax.tree.leaves(operands):
         shape = getattr(leaf, "shape", ())
         shape = shape[2 if len(shape) > 2 else 1 :]
@@ -508,8 +508,8 @@ def say_once(what: str) -> None:
 
 
 def device_kind() -> str | None:
-    """The kind of GPU that this process has, such as "NVIDIA H200"; None without one, or with
-    several kinds.
+    """Returns the kind of GPU that this process has, such as "NVIDIA H200"; None without one,
+    or with several kinds.
     """
     from kvjax.kernels_pallas.tuned import device_kind
 

@@ -61,7 +61,7 @@ def attend_quantized(
     start and stop are i32[B] or i32[B, Q]. Reads codes and scales a block of S/64 tokens (at
     least 256) at a time, so it never holds the decoded cache. The products use the codes
     themselves: scales of keys by channel multiply the queries, scales of keys by token the
-    scores, and scales of values the weights. That costs Q multiplications per group in place of
+    scores, and scales of values the weights. That costs Q multiplications per group instead of
     one for each of its values. With more queries than a group has values (a prompt), each block
     is decoded instead. With few, a GPU decodes a quarter of the tokens at a time, to the dtype
     of q. Slots outside of [start, stop) may hold anything. Codes of a codebook are those of
@@ -273,8 +273,8 @@ def _scores(q: Array, keys: QuantArray) -> Array:
 
 
 def _mix(weights: Array, values: QuantArray, seen: Array, channels: int) -> Array:
-    """The sum of weights f32[B, K, Q, S] times v~, values by token; `seen` bool[B, 1, S]:
-    f32[B, K, Q, D].
+    """Returns the sum of weights f32[B, K, Q, S] times v~, values by token; `seen` bool[B, 1,
+    S]: f32[B, K, Q, D].
     """
     B, K, Q, S = weights.shape
     codes = unpack_codes(values.codes, channels).astype(jnp.float32)

@@ -50,7 +50,7 @@ def score_1bit(
     logits: Logits,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B K G S"]:
-    """The logits of q [B, K, G, D] with every key k~ decoded from `keys` [B, K, S,
+    """Returns the logits of q [B, K, G, D] with every key k~ decoded from `keys` [B, K, S,
     ...]: f32[B, K, G, S].
 
     Reads D/8 + 4 D/g bytes per key and KV head. Keys are expanded in blocks of S/64, at least
@@ -192,7 +192,7 @@ def _rerank_blocks(q: Array, keys: Directions, slots: Array, *, logits: Logits) 
 
 
 def centres() -> tuple[float, ...]:
-    """The eight values that a 4-bit code's magnitude can have."""
+    """Returns the eight values that a 4-bit code's magnitude can have."""
     return tuple(lloyd_max(SUBSPACE)[1].tolist())
 
 
@@ -210,8 +210,8 @@ def top_k(
     *,
     implementation: Implementation | None = None,
 ) -> Selection:
-    """The k largest of scores f32[..., U] where `valid` (broadcastable bool) is true; ties go
-    to the lower index.
+    """Returns the k largest of scores f32[..., U] where `valid` (broadcastable bool) is true;
+    ties go to the lower index.
 
     A row with fewer than k valid units gives all of them, and the rest of its selection is not
     valid.
@@ -281,7 +281,7 @@ def _top_by_places(ranked: Array, k: int) -> Sequence[Array]:
 
 
 def _least_of_top(keys: Array, k: int) -> Array:
-    """The lowest of the k largest of keys u32[R, U]: u32[R, 1]."""
+    """Returns the lowest of the k largest of keys u32[R, U]: u32[R, 1]."""
 
     def with_bit(i: Array, least: Array) -> Array:
         more = least | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
@@ -369,7 +369,7 @@ def top_k_grouped(
     *,
     implementation: Implementation | None = None,
 ) -> Selection:
-    """The k highest units of all parts for a group of heads: `top_k` of
+    """Returns the k highest units of all parts for a group of heads: `top_k` of
     `selection.reduce_scores`, in one kernel.
 
     A part has scores f32[B, K, G, U'] and `valid` bool[B, 1 or K, 1, U'], or [B, K, G, U']
@@ -427,8 +427,8 @@ def select_top(
     unit: int = 1,
     logits: Logits,
 ) -> Selection:
-    """The candidates with the highest scores, sorted by score: score, mask, group-reduce,
-    top-k, cut.
+    """Returns the candidates with the highest scores, sorted by score: score, mask,
+    group-reduce, top-k, cut.
 
     `scores` f32[B, K, G, U] are those of the U stored units for q [B, K, G, D]; those of
     pending keys are scale * q.k.
@@ -445,8 +445,8 @@ def select_top(
 def _highest(
     parts: Sequence[tuple[Array, Array]], group_reduce: GroupReduce, candidates: Candidates
 ) -> Selection:
-    """The highest of each step's parts, scores f32[B, K*T, G, U]: a selection [B, K, T*H,
-    k_max].
+    """Returns the highest of each step's parts, scores f32[B, K*T, G, U]: a selection [B, K,
+    T*H, k_max].
     """
     best = top_k_grouped(parts, group_reduce, candidates.k_max)
     rank = jnp.arange(candidates.k_max)[None, None, None]
@@ -479,7 +479,7 @@ def _select_1bit_mosaic(kernel: Any, a: Any) -> PackedSelection:
         }
         if (
             pending[0].dtype != a.keys.scale.dtype
-        ):  # the kernel takes scores in place of keys of another dtype
+        ):  # the kernel takes scores instead of keys of another dtype
             pending = join_steps(candidates.pending_units(q, a.logits)[0], steps), *pending[1:]
             how["pending_slots"] = None
         asked = candidates.span, pending, candidates.k, a.group_reduce, candidates.k_max
@@ -509,7 +509,8 @@ def select_1bit(
     logits: Logits,
     implementation: Implementation | None = None,
 ) -> PackedSelection:
-    """The tokens with the highest scores by 1-bit keys: `score_1bit` and `select_top` at once.
+    """Returns the tokens with the highest scores by 1-bit keys: `score_1bit` and `select_top`
+    at once.
 
     `keys` [B, K, S, ...] are scored for q [B, K, G, D]; pending tokens have slots from S on.
     The token of lowest rank comes last, the others in any order. The kernel scores as that of
@@ -564,8 +565,8 @@ def select_pages(
     logits: Logits,
     implementation: Implementation | None = None,
 ) -> PackedSelection:
-    """The pages of `unit` tokens with the highest scores by their boxes: `score_pages` and
-    `select_top` at once.
+    """Returns the pages of `unit` tokens with the highest scores by their boxes: `score_pages`
+    and `select_top` at once.
 
     Boxes have corners [B, K, P, D] and are scored for q [B, K, G, D]; pending pages are
     numbered from P on. The page of lowest rank comes last, the others in any order. The kernel
@@ -614,8 +615,8 @@ def select_4bit(
     logits: Logits,
     implementation: Implementation | None = None,
 ) -> PackedSelection:
-    """The tokens with the highest scores by 4-bit codes for each query head: `rerank` and the
-    selection at once.
+    """Returns the tokens with the highest scores by 4-bit codes for each query head: `rerank`
+    and the selection at once.
 
     Stored candidates are the `listed` slots [B, K, G, M] of `keys` [B, K, S, ...], whatever
     `candidates.span` says, scored for q [B, K, G, D] rotated by `seed`; pending tokens have

@@ -140,8 +140,8 @@ def most_voted(
     local: int = 0,
     implementation: Implementation | None = None,
 ) -> PackedSelection:
-    """The `count` i32[B] slots with the most `votes` u8[B, K, G, S] among the first `length`
-    i32[B]; ties: the lower.
+    """Returns the `count` i32[B] slots with the most `votes` u8[B, K, G, S] among the first
+    `length` i32[B]; ties: the lower.
 
     At most `room` of them, in order of slot, not of votes. With `complement` = (total, start,
     stop), `count` is raised so that the selected slots and the slots [start, stop - `local`) of
@@ -179,8 +179,8 @@ def most_voted(
 
 
 def _least_votes(votes: Array, count: Array, *, bits: int) -> Array:
-    """The most votes, i32[B, K, G], that at least `count` i32[B, 1, G] of votes i32[B, K, G, S]
-    have; 0 if none do.
+    """Returns the most votes, i32[B, K, G], that at least `count` i32[B, 1, G] of votes i32[B,
+    K, G, S] have; 0 if none do.
 
     Each pass finds some bits and compares with 2^bits - 1 numbers. A GPU takes longer to start
     a pass than to run it.

@@ -150,7 +150,7 @@ class Evicting(Policy):
         if not self.evicts_several and (self.every > 1 or self.evictor.remembers(8)):
             raise ValueError(
                 f"{type(self).__name__} evicts one token at a time, by evidence; use every=1 and an evictor such as "
-                f"kvjax.HeavyHitter() in place of {self.evictor}"
+                f"kvjax.HeavyHitter() instead of {self.evictor}"
             )
         if self.rope is not None and (
             self.every == 1 or getattr(self.evictor, "rope", None) is not None

@@ -57,12 +57,12 @@ class _Boxes(Paged):
             )
 
     def box(self, keys: Array) -> Boxes:
-        """The corners [B, K, P, D] of pages of keys [B, K, P, page, D]."""
+        """Returns the corners [B, K, P, D] of pages of keys [B, K, P, page, D]."""
         raise NotImplementedError
 
     def box_of_seen(self, keys: Array, seen: Array) -> tuple[Array, Array]:
-        """The corners [B, K, T, P, 1, D] of the tokens of pages [B, K, 1, P, page, D] that are
-        `seen`.
+        """Returns the corners [B, K, T, P, 1, D] of the tokens of pages [B, K, 1, P, page, D]
+        that are `seen`.
 
         Here the smallest and largest keys. Takes one key after the other, so that XLA fuses
         everything into one kernel: a reduction would be a second one.

@@ -334,7 +334,9 @@ class Paris(Selector):
         )
 
     def bytes_read(self, spec: CacheSpec, length: Any) -> Any:
-        """The sign patterns of all keys, D/8 bytes each, and the codes of the candidates."""
+        """Returns the bytes of the sign patterns of all keys, D/8 each, and of the codes of the
+        candidates.
+        """
         candidates = np.minimum(self.room(spec.capacity), length)
         return (
             spec.kv_heads * spec.head_dim / 8 * length + self.bytes_per_token(spec) * candidates
@@ -342,5 +344,7 @@ class Paris(Selector):
 
 
 def _round_up(parts: Array, whole: int) -> Array:
-    """The smallest number of whole tokens that holds `parts`, each 1/`whole` of a token."""
+    """Returns the smallest number of whole tokens that holds `parts`, each 1/`whole` of a
+    token.
+    """
     return -(-parts // whole)

@@ -39,8 +39,8 @@ class Paged(Selector):
 
 
 def pending_pages(candidates: Candidates, page: int) -> tuple[Array, Array]:
-    """The pending keys by page, [B, K, 1, P, page, D], and which slots hold a token, bool[B or
-    1, 1, T, P, page, 1].
+    """Returns the pending keys by page, [B, K, 1, P, page, D], and which slots hold a token,
+    bool[B or 1, 1, T, P, page, 1].
     """
     keys, _, stop = candidates.pending
     B, K, _, D = keys.shape

@@ -76,8 +76,8 @@ class SignPlane(Selector):
 
 @lru_cache
 def _sign_size(D: int, bits: int) -> float:
-    """The size of a channel of a key of weight 1, by its sign alone, with which products are
-    unbiased.
+    """Returns the size of a channel of a key of weight 1, by its sign alone, with which
+    products are unbiased.
 
     The key's length is its weight times <u, c>, whose mean is that of |c|^2; and <u, sign(u)>
     has the mean D E|u|.

@@ -25,7 +25,7 @@ class PrefixedIndex:
     prefix: Array  # i32[B] which prefix the row has; -1 for none
     base: Array  # i32[B] slots of the prefix
     own: Any  # the selector's index of B rows
-    shared: Shared  # the selector's index of P prefixes in place of rows
+    shared: Shared  # the selector's index of P prefixes instead of rows
 
 
 @dataclass(frozen=True, kw_only=True)

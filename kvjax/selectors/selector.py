@@ -44,7 +44,7 @@ class Selector:
     """
 
     reads_store: ClassVar[bool] = False
-    """True if it scores what the store keeps, in place of an index of its own: a step's index
+    """True if it scores what the store keeps, instead of an index of its own: a step's index
     is then the state of the store, and the store."""
 
     def check_store(self, store: Any) -> None:
@@ -107,8 +107,8 @@ class Selector:
         return candidates.tokens(best, scores.shape[3], self.unit)
 
     def truncate(self, ix: Any, count: Array) -> Any:
-        """The index of the first `count` i32[B] tokens of each row, whole chunks; later slots
-        may hold anything.
+        """Returns the index of the first `count` i32[B] tokens of each row, whole chunks; later
+        slots may hold anything.
         """
         return ix
 

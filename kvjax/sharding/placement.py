@@ -103,11 +103,13 @@ class Placement:
         return dataclasses.replace(self, mesh=Mesh(self.mesh.devices, self.mesh.axis_names))
 
     def parts(self, what: str) -> int:
-        """The number of parts into which the "batch", the "heads" or the "context" is split."""
+        """Returns the number of parts into which the "batch", the "heads" or the "context" is
+        split.
+        """
         return self.devices_of(getattr(self, what))
 
     def devices_of(self, axes: Axes) -> int:
-        """The devices along `axes` of the mesh; 1 for None."""
+        """Returns the number of devices along `axes` of the mesh; 1 for None."""
         return math.prod(self.mesh.shape[axis] for axis in _names("axes", axes))
 
     @property
@@ -123,7 +125,7 @@ class Placement:
         return PartitionSpec(*(split.get(letter) for letter in letters))
 
     def local(self, spec: CacheSpec) -> CacheSpec:
-        """The sizes of one device's part of a cache of `spec`.
+        """Returns the sizes of one device's part of a cache of `spec`.
 
         Raises:
           ValueError: rows or KV heads that cannot be split evenly.
@@ -197,8 +199,8 @@ class Placement:
                 )
 
     def policy_of_part(self, policy: Any) -> Any:
-        """The policy that a device runs: `policy`, or its variant for a device with a part of
-        each row's tokens.
+        """Returns the policy that a device runs: `policy`, or its variant for a device with a
+        part of each row's tokens.
         """
         parts = self.parts("context")
         if self.context is None or parts == 1:
@@ -213,7 +215,7 @@ class Placement:
 
 
 def state_specs(policy: Any, spec: CacheSpec, placement: Placement) -> Any:
-    """The tree of PartitionSpecs of a policy's state."""
+    """Returns the tree of PartitionSpecs of a policy's state."""
     tree = _axes_of(policy, spec)[1]
     return jax.tree.unflatten(
         tree, [placement.spec(axes) for axes in _letters(policy, spec, placement)]
@@ -221,8 +223,8 @@ def state_specs(policy: Any, spec: CacheSpec, placement: Placement) -> Any:
 
 
 def state_shardings(policy: Any, spec: CacheSpec, placement: Placement) -> Any:
-    """The tree of NamedShardings of a policy's state, each with the memory kind in which the
-    policy puts the array.
+    """Returns the tree of NamedShardings of a policy's state, each with the memory kind in
+    which the policy puts the array.
     """
     specs = state_specs(policy, spec, placement)
     return jax.tree.map(
@@ -362,7 +364,7 @@ def to_context(x: Any, spec: PartitionSpec = _WHOLE) -> Any:
 
 
 def mesh_of(x: Array) -> AbstractMesh:
-    """The mesh in the type of an array; an empty one for an array on one device."""
+    """Returns the mesh in the type of an array; an empty one for an array on one device."""
     return jax.typeof(x).sharding.mesh
 
 
@@ -399,8 +401,8 @@ def call_model(model: Any, tokens: Array, cache: Any, **settings: Any) -> Any:
 
 
 def mean_over_heads(x: Array) -> Array:
-    """The mean of x over all devices that hold KV heads of the same rows; x itself if heads are
-    not split.
+    """Returns the mean of x over all devices that hold KV heads of the same rows; x itself if
+    heads are not split.
 
     A policy that takes a mean over all heads first takes the mean over its own heads, then
     calls this.
@@ -410,8 +412,8 @@ def mean_over_heads(x: Array) -> Array:
 
 
 def context_axis() -> tuple[Axis, int] | None:
-    """The context axis and its number of devices, inside of `run_on_parts`; None if the context
-    is not split.
+    """Returns the context axis and its number of devices, inside of `run_on_parts`; None if the
+    context is not split.
     """
     placement = _current.value
     if placement is None or placement.context is None or placement.parts("context") == 1:
@@ -473,8 +475,8 @@ def _constrained(placement: Placement, x: Array, *axes: Axes) -> Array:
 
 
 def first_row(placement: Placement, rows: int) -> Array | int:
-    """The index of the first row that a device holds, if each holds `rows` rows. Call it in
-    `run_on_parts`.
+    """Returns the index of the first row that a device holds, if each holds `rows` rows. Call
+    it in `run_on_parts`.
     """
     return 0 if placement.batch is None else lax.axis_index(placement.batch) * rows
 
@@ -538,8 +540,8 @@ def _split_as(mesh: Mesh, spec: PartitionSpec, x: Array) -> Array:
 
 @lru_cache(maxsize=256)
 def _letters(policy: Any, spec: CacheSpec, placement: Placement) -> list[str]:
-    """The letters of each array of a state: those of `_axes_of`, and "S" for the axis that
-    context splits.
+    """Returns the letters of each array of a state: those of `_axes_of`, and "S" for the axis
+    that context splits.
     """
     known = [letters for _, letters in _axes_of(policy, spec)[0]]
     if placement.parts("context") == 1:
@@ -557,7 +559,7 @@ def _letters(policy: Any, spec: CacheSpec, placement: Placement) -> list[str]:
 
 @lru_cache(maxsize=256)
 def _part_shapes(policy: Any, spec: CacheSpec, placement: Placement) -> Any:
-    """The shapes of a state of one device."""
+    """Returns the shapes of a state of one device."""
     init = partial(placement.policy_of_part(policy).init, placement.local(spec))
     if placement.policy_of_part(policy) is not policy:  # its init may depend on the device
         init = jax.shard_map(

@@ -43,8 +43,8 @@ class Demotion(Protocol):
     def staying(self, local: int) -> np.ndarray: ...
 
     def place(self, flushes: Array, slot: Array) -> Array:
-        """The place, in order of arrival, of the token in `slot` of the block after `flushes`
-        flushes, i32.
+        """Returns the place, in order of arrival, of the token in `slot` of the block after
+        `flushes` flushes, i32.
 
         It counts the tokens that entered the block before this one, so it depends only on these
         two numbers, and positions of tokens need not be stored. Law: `place` agrees with an

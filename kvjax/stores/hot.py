@@ -137,8 +137,9 @@ class HotSet(Wrapper):
     def load(
         self, st: HotBlock, selection: Selection | PackedSelection
     ) -> tuple[HotBlock, Loaded]:
-        """The state with all of the selection on the device, and where it is there. Slot S + r
-        is slot r of the recent block."""
+        """Returns the state with all of the selection on the device, and where it is there.
+        Slot S + r is slot r of the recent block.
+        """
         *_, H, M = selection.slots.shape
         self.require_room(H * M)
         if not H * M:  # sink and local window use up the budget
@@ -152,8 +153,8 @@ class HotSet(Wrapper):
     def _place_tokens(
         self, st: HotBlock, selection: Selection | PackedSelection
     ) -> tuple[Hot, Array, Array]:
-        """The hot set with a place for each selected token, the places, and the same as slots
-        of a `Loaded`.
+        """Returns the hot set with a place for each selected token, the places, and the same as
+        slots of a `Loaded`.
         """
         B, K, _, M = selection.slots.shape
         if isinstance(selection, PackedSelection):

@@ -28,7 +28,7 @@ class PrefixedBlock:
     prefix: Array  # i32[B] which prefix the row has; -1 for none
     base: Array  # i32[B] slots of the prefix: all that it holds, or 0
     own: Any  # the store's state of B rows
-    shared: Shared  # the store's state of P prefixes in place of rows
+    shared: Shared  # the store's state of P prefixes instead of rows
 
     @property
     def count(self) -> Array:
@@ -91,8 +91,8 @@ class Prefixed(Sharing, Wrapper):
     def _attend_shared(
         self, st: PrefixedBlock, q: Array, start: Array | None, logits: Logits
     ) -> PartialAttention:
-        """The part of q [B, K, G, T, D] over the prefixes: the rows of a prefix are a chunk of
-        n*T queries.
+        """Returns the part of q [B, K, G, T, D] over the prefixes: the rows of a prefix are a
+        chunk of n*T queries.
         """
         (B, K, G, T, D), groups = q.shape, self.groups(st.prefix)
         n, queries = groups.row.shape[1], jnp.moveaxis(groups.gather(q), 1, 3)
@@ -161,7 +161,7 @@ class Prefixed(Sharing, Wrapper):
         return merge(whole, self.store.attend_slots(st.own, q, own, logits=logits))
 
     def _split(self, st: PrefixedBlock, selection: Selection) -> tuple[Selection, Selection]:
-        """The selected slots of the prefix, and of the row's own tokens."""
+        """Returns the selected slots of the prefix, and of the row's own tokens."""
         base = st.base[:, None, None, None]
         early = selection.slots < base
         return (

@@ -144,8 +144,8 @@ class Store:
     def read(
         self, st: Any, selection: Selection, length: int
     ) -> tuple[Any, tuple[Array, Array]]:
-        """The state, and the selected slots of the history as `gather` gives them, padded to
-        `length` tokens.
+        """Returns the state, and the selected slots of the history as `gather` gives them,
+        padded to `length` tokens.
         """
         stored, _ = split_selection(flat(selection, length), st.slots)
         return st, self.gather(st, stored)
@@ -190,8 +190,8 @@ class Store:
         *,
         logits: Logits,
     ) -> PartialAttention:
-        """The attention of `attend_zones` as a part, which merges with those of other devices;
-        without sink logits.
+        """Returns the attention of `attend_zones` as a part, which merges with those of other
+        devices; without sink logits.
         """
         stored, pending = split_selection(selection, st.slots)
         history = self.attend_slots(st, q, stored, logits=logits)
@@ -278,8 +278,8 @@ class Store:
         return k, v
 
     def truncate(self, st: Any, count: Array) -> Any:
-        """The state with the first `count` i32[B] slots of each row, whole chunks, as if no
-        more had been appended.
+        """Returns the state with the first `count` i32[B] slots of each row, whole chunks, as
+        if no more had been appended.
 
         Only a store that returns keys and values unchanged can do so: tokens then move back to
         the recent block.

@@ -88,7 +88,9 @@ class _Turbo(Coded):
         )
 
     def _rotate(self, x: Array) -> Array:
-        """The rotated x f32[..., D] of many tokens: on a GPU by a product, which is one kernel."""
+        """Returns the rotated x f32[..., D] of many tokens: on a GPU by a product, which is one
+        kernel.
+        """
 
         def product(x: Array) -> Array:
             return jnp.einsum(
@@ -136,7 +138,7 @@ class TurboQuant(_Turbo):
 
     **Source:** TurboQuant (arXiv 2504.19874), the codes of least squared error. **Differs:**
     the rotation is a Hadamard matrix with random signs. The scale of a key is that with which
-    q.k is unbiased, and of a value that of least error, in place of the length; the paper's
+    q.k is unbiased, and of a value that of least error, instead of the length; the paper's
     inner-product form, which adds a 1-bit code of the residual, has 5 times this variance at 3
     bits. The mean of a row's first keys is taken out. Codes of 8 bits have uniform levels.
     """

@@ -70,19 +70,19 @@ class Stripes:
         return places // turn * self.tokens + jnp.clip(rest, 0, self.tokens)
 
     def max_tokens(self, run: int) -> int:
-        """The most tokens that a device can have of `run` adjacent ones."""
+        """Returns the most tokens that a device can have of `run` adjacent ones."""
         turns, rest = divmod(run, self.tokens * self.parts)
         return turns * self.tokens + min(self.tokens, rest)
 
     def place(self, slot: Array) -> Array:
-        """The place of the token in a slot of this device."""
+        """Returns the place of the token in a slot of this device."""
         return (
             slot // self.tokens * self.parts + self.device
         ) * self.tokens + slot % self.tokens
 
     def slot(self, place: Array) -> tuple[Array, Array]:
-        """The slot of the token at a place, on the device that has it, and bool: whether that
-        is this device.
+        """Returns the slot of the token at a place, on the device that has it, and bool:
+        whether that is this device.
         """
         stripe = place // self.tokens
         return (
@@ -101,8 +101,8 @@ class Stripes:
         )
 
     def gather(self, units: Array, unit: int) -> Array:
-        """The units [..., parts * U] of all devices by place, of U units [..., U] of `unit`
-        tokens on each device.
+        """Returns the units [..., parts * U] of all devices by place, of U units [..., U] of
+        `unit` tokens on each device.
         """
         *lead, U = units.shape
         every = lax.all_gather(
@@ -174,8 +174,9 @@ def count_taken(own: tuple[Array, Array], every: tuple[Array, Array], k: Array) 
 
 
 def merge_parts(part: PartialAttention, axis: Axis) -> PartialAttention:
-    """The attention over the tokens of all devices, for the queries of a step: one all-gather
-    of D + 1 numbers per query head."""
+    """Returns the attention over the tokens of all devices, for the queries of a step: one
+    all-gather of D + 1 numbers per query head.
+    """
     every = lax.all_gather(jnp.concatenate([part.out, part.lse[..., None]], axis=-1), axis)
     out, lse = every[..., :-1], every[..., -1]
     top = lax.stop_gradient(jnp.max(lse, axis=0, keepdims=True))

@@ -39,7 +39,7 @@ NOWHERE = int(np.iinfo(np.int32).max)  # the place of units that are not valid
 
 @singledispatch
 def split_selector(selector: Selector, stripes: Stripes) -> Selector:
-    """The selector of the whole history on a device that has only its stripes of it.
+    """Returns the selector of the whole history on a device that has only its stripes of it.
 
     By default the index is split as the tokens are, since a score depends only on its own unit.
     `split_selector.register` adds a function for a class for which this does not hold.
@@ -78,11 +78,13 @@ class StripedSelector(Wrapper):
         return self.selector.truncate(ix, count // self.stripes.parts)
 
     def score(self, ix: Any, q: Array, *, logits: Logits) -> Array:
-        """The scores of the units of all devices; `select` moves far less between devices."""
+        """Returns the scores of the units of all devices; `select` moves far less between
+        devices.
+        """
         return self.stripes.gather(self.score_own(ix, q, logits=logits), self.unit)
 
     def score_own(self, ix: Any, q: Array, *, logits: Logits) -> Array:
-        """The scores f32[B, K, G, U] of the units of this device."""
+        """Returns the scores f32[B, K, G, U] of the units of this device."""
         return self.selector.score(ix, q, logits=logits)
 
     score_visible = Selector.score_visible
@@ -141,8 +143,8 @@ class StripedSelector(Wrapper):
         return jax.nn.logsumexp(every, axis=0)[..., None]
 
     def _places(self, best: Selection, units: int) -> Array:
-        """The places of this device's best units among the units of all devices, where pending
-        ones follow those of the history; NOWHERE for none.
+        """Returns the places of this device's best units among the units of all devices, where
+        pending ones follow those of the history; NOWHERE for none.
         """
         stripes, unit = self.stripes, self.unit
         in_history = stripes.place(best.slots * unit) // unit
@@ -151,7 +153,9 @@ class StripedSelector(Wrapper):
         return jnp.where(best.valid, place, NOWHERE)
 
     def _offers(self, rank: Array, place: Array) -> tuple[Array, Array]:
-        """The ranks, as u32, and the places of the best units of all devices, in one exchange."""
+        """Returns the ranks, as u32, and the places of the best units of all devices, in one
+        exchange.
+        """
         mine = jnp.stack([lax.bitcast_convert_type(rank, jnp.int32), place])
         offers = lax.all_gather(mine, self.stripes.axis)
         ranks, places = (

@@ -22,7 +22,7 @@ from kvjax.stores.store import Store, Wrapper
 
 @singledispatch
 def split_store(store: Store, stripes: Stripes) -> Store:
-    """The store of the whole history on a device that keeps only its stripes of it.
+    """Returns the store of the whole history on a device that keeps only its stripes of it.
 
     `split_store.register` adds a function for a class whose tokens are not stored one by one.
 
@@ -116,7 +116,9 @@ class StripedStore(Wrapper):
         *,
         logits: Logits,
     ) -> PartialAttention:
-        """The first device also attends to what all devices have."""
+        """Attends to its own part of the selection; the first device also to what all devices
+        have.
+        """
         own = (
             selection.own
             if isinstance(selection, DealtSelection)
@@ -152,12 +154,12 @@ class StripedStore(Wrapper):
         return replace(st, block=replace(block, count=block.count * self.stripes.parts))
 
     def _own(self, st: StripedState) -> Any:
-        """The state of the device's store."""
+        """Returns the state of the device's store."""
         return replace(st.block, count=st.count // self.stripes.parts)
 
     def _own_slots(self, st: StripedState, selection: Selection | PackedSelection) -> Selection:
-        """The part of a selection that lies on this device, in its slots; on the first with the
-        recent block's.
+        """Returns the part of a selection that lies on this device, in its slots; on the first
+        with the recent block's.
         """
         slots, here = self.stripes.slot(selection.slots)
         recent = selection.slots - st.slots
