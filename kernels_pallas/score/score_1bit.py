@@ -4,7 +4,7 @@ score = sum_d q_d zero_d + sum_d (q_d step_d) code_d. A group of tokens shares z
 the first sum is one number a group, and queries meet the step once for 32 keys. Both sums run
 on `mma`.
 
-A head of 256 channels is read as two parts of 128, whose sums are added.
+Heads of 256 channels are two parts of 128.
 
 A bit alone in a 16-bit half is a power of two as a float, so one `and` makes two operands;
 queries are divided by these powers beforehand. With G <= 4, one product serves two units. Each
