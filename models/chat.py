@@ -10,7 +10,9 @@ have in common, and reads the rest.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax
@@ -20,13 +22,16 @@ from jax import Array
 from kvjax.cache.cache import Cache, outgrown
 from kvjax.cache.editing import truncate
 from kvjax.cache.growing import grow
+from kvjax.cache.saving import restore, save, saved_steps
 from kvjax.generation import Stream, stream
 from kvjax.generation.processors import Processors
 from kvjax.generation.prompt_inputs import check_fit
 from kvjax.generation.sampling import Sampling
+from kvjax.received import read_object
 from kvjax.spec import require_int, round_capacity
 from kvjax.validation import shown
 
+CHAT = "chat.json"  # of a saved conversation, beside its cache
 NEW_TOKENS = 128  # the default, or fewer if the model's positions leave fewer
 
 
@@ -84,12 +89,13 @@ class Chat:
         self._template, self._processors = template, processors
         self._run: Stream | None = None  # of the last answer
         self._fed: list[int] = []  # the tokens in the cache before that answer
+        self._restored: Cache | None = None  # of `_fed`, until the first answer after it
         self._turns = 0
 
     @property
     def cache(self) -> Cache | None:
         """The cache of all tokens fed and generated so far; None before the first turn."""
-        return None if self._run is None else self._run.cache
+        return self._restored if self._run is None else self._run.cache
 
     @property
     def _length(self) -> int:
@@ -122,6 +128,60 @@ class Chat:
         self.messages += [new, {"role": "assistant", "content": ""}]
         return _follow(self._run, self.messages[-1])
 
+    def save(self, directory: str | Path) -> None:
+        """Saves the messages, and the cache of what was said so far, for `restore`.
+
+        Raises:
+          OSError: the directory cannot be written; see `kvjax.save`.
+        """
+        folder, held = Path(directory), self._held
+        step = capacity = None
+        if held and self.cache is not None:
+            step = save(folder / "cache", self.cache)
+            capacity = self.cache.spec.capacity
+        kept = {
+            "model": repr(self._checkpoint.config),
+            "messages": self.messages,
+            "turns": self._turns,
+            "tokens": held,
+            "step": step,
+            "capacity": capacity,
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        part = folder / f"{CHAT}.part"
+        part.write_text(json.dumps(kept), encoding="utf-8")
+        part.replace(folder / CHAT)  # after the cache, which it names
+
+    def restore(self, directory: str | Path) -> Chat:
+        """Goes on from a conversation that `save` wrote, and returns this one. It must be made
+        by the same checkpoint, with the same cache.
+
+        A save whose cache is gone is read again with the next message.
+
+        Raises:
+          FileNotFoundError: the directory has no saved conversation.
+          ValueError: it is of another model, or its cache of another policy.
+        """
+        file = Path(directory) / CHAT
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"{directory} has no saved conversation; Chat.save makes one"
+            )
+        kept = read_object(file, cure="give the folder of a conversation that Chat.save wrote")
+        if kept["model"] != repr(self._checkpoint.config):
+            raise ValueError(
+                f"the conversation in {directory} was saved with another model; restore it with that one"
+            )
+        cache = None
+        folder = file.parent / "cache"
+        if folder.is_dir() and kept["step"] in saved_steps(folder):
+            like = self._make_cache(kept["capacity"])
+            cache = restore(folder, like, step=kept["step"])
+        self._run, self._restored = None, cache
+        self._fed = [] if cache is None else list(kept["tokens"])
+        self.messages, self._turns = list(kept["messages"]), kept["turns"]
+        return self
+
     def _start(self, messages: list[dict[str, Any]], max_new_tokens: int | None) -> Stream:
         """Reads what is new in a conversation, and returns the stream of its answer."""
         checkpoint = self._checkpoint
@@ -138,7 +198,7 @@ class Chat:
         if (
             cache is not None and outgrown(cache, np.array([needed])).size
         ):  # all keys need another rotation
-            self._run = None
+            self._run = self._restored = None
             cache, known, unread = None, [], ids
         if cache is None:
             rounded = round_capacity(needed, positions=positions)
@@ -168,11 +228,10 @@ class Chat:
     @property
     def _held(self) -> list[int]:
         """The tokens that the cache holds; none if it is gone, as after an interrupt."""
-        if self._run is None or any(
-            leaf.is_deleted() for leaf in jax.tree.leaves(self._run.cache)
-        ):
+        cache = self.cache
+        if cache is None or any(leaf.is_deleted() for leaf in jax.tree.leaves(cache)):
             return []
-        return self._fed + self._run.rows[0]
+        return self._fed if self._run is None else self._fed + self._run.rows[0]
 
     def _prepare(
         self, messages: list[dict[str, Any]], ids: list[int], held: list[int], shared: int
@@ -183,7 +242,7 @@ class Chat:
         cache = self.cache
         if shared == len(held) or not shared:
             return (cache if shared else None), ids[:shared], ids[shared:]
-        self._run = None  # so that two caches are in memory no longer than needed
+        self._run = self._restored = None  # two caches are in memory no longer than needed
         try:
             assert cache is not None
             return truncate(cache, np.array([shared])), ids[:shared], ids[shared:]

@@ -47,12 +47,13 @@ def bench(
         raise ValueError(
             f"--target must be one of {', '.join(simt.ARCHITECTURES)}; got {target}"
         )
-    if why := simt.why_not():
-        raise ValueError(f"no kernel can run here: {why}")
     if jax.default_backend() != "gpu":
         raise ValueError(
-            f"kernels run on an NVIDIA GPU; this process runs on {jax.default_backend()}"
+            f"bench checks and times GPU kernels, which run on an NVIDIA GPU, and this process runs on "
+            f"{jax.default_backend()}; kvjax compare times methods on any device"
         )
+    if why := simt.why_not():
+        raise ValueError(f"no kernel can run here: {why}")
     form, card = target and simt.stands_for(target), simt.target()
     for size in lengths:
         for rows in batches:

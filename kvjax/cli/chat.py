@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +15,7 @@ from kvjax.cli.options import (
     Seed,
     Temperature,
     TopP,
+    check_folder,
     dtype_name,
     make_policy,
     model_directory,
@@ -22,6 +23,9 @@ from kvjax.cli.options import (
 )
 from kvjax.cli.programs import load_checkpoint
 from kvjax.cli.terminal import bar, bars, say, write
+
+if TYPE_CHECKING:
+    from kvjax.models.chat import Chat
 
 LEAVE = ("/exit", "/quit")
 
@@ -42,6 +46,13 @@ def chat(
     top_p: TopP = None,
     seed: Seed = 0,
     dtype: Dtype = None,
+    resume: Annotated[
+        Path | None,
+        optional(
+            "Folder of the conversation: goes on from what it holds, and saves there at the end.",
+            metavar="DIR",
+        ),
+    ] = None,
 ) -> None:
     """Talks with a chat model; its cache is kept between turns.
 
@@ -49,8 +60,14 @@ def chat(
     input, ends it.
     """
 
+    from kvjax.models.chat import CHAT
+
     policy, _ = make_policy(cache, budget)
     kind, directory = dtype_name(dtype), model_directory(model_dir)
+    check_folder("--resume", resume)
+    asks = sys.stdin.isatty()
+    if not asks:  # a reader of a pipe sees at once that it runs
+        say(f"loading {directory.name}; each line of stdin is a message")
     progress = bars()
     with progress, bar(progress, "loading weights"):
         checkpoint = load_checkpoint(directory, dtype=kind)
@@ -58,7 +75,18 @@ def chat(
     talk = checkpoint.chat(
         system=system, cache=policy, max_new_tokens=max_new_tokens, **sampled
     )
-    asks = sys.stdin.isatty()
+    if resume is not None and (resume / CHAT).is_file():
+        talk.restore(resume)
+        say(f"going on after {len(talk.messages)} messages in {resume}")
+    try:
+        _talk(talk, asks)
+    finally:
+        if resume is not None and talk.messages:
+            talk.save(resume)
+
+
+def _talk(talk: Chat, asks: bool) -> None:
+    """Answers the lines of stdin until they end."""
     while True:
         if asks:
             write("> ")

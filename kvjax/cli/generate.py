@@ -203,7 +203,7 @@ def generate(
             f"--cache is given {len(others) + 1} times ({', '.join([cache, *others])}), and generate takes one; "
             "kvjax compare runs several"
         )
-    policy, budget = make_policy(cache, budget)
+    policy, tokens_read = make_policy(cache, budget)
     draw = requested_sampling(temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     _check_options(max_new_tokens, seed, speculate, draft, keep, sparse_prompt)
     texts = texts or []
@@ -313,7 +313,7 @@ def generate(
         asked = {
             "model": str(directory),
             "cache": cache,
-            "budget": budget,
+            "budget": tokens_read,
             "dtype": kind,
             "implementations": ran,
         }

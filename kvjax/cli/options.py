@@ -22,6 +22,13 @@ def optional(help: str, *names: str, **settings: Any) -> Any:
     return typer.Option(*names, help=help, show_default=False, **settings)
 
 
+DTYPES = {
+    "f32": "float32",
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "fp16": "float16",
+}
 UNITS = {"K": 1 << 10, "M": 1 << 20}
 
 ModelDir = Annotated[
@@ -39,7 +46,8 @@ PromptFile = Annotated[
 Dtype = Annotated[
     str | None,
     optional(
-        "Dtype of weights and cache: float32, bfloat16 or float16. Default float32 on a CPU, else bfloat16."
+        "Dtype of weights and cache: float32, bfloat16 or float16, or f32, bf16, f16. Default float32 on a CPU, else "
+        "bfloat16."
     ),
 ]
 
@@ -75,9 +83,9 @@ CacheNames = Annotated[
     ),
 ]
 Budget = Annotated[
-    int | None,
+    str | None,
     optional(
-        "Tokens that a step reads for each KV head, for methods with a budget that set none."
+        "Tokens that a step reads for each KV head, such as 1024 or 1K, for methods with a budget that set none."
     ),
 ]
 Budgets = Annotated[
@@ -116,7 +124,7 @@ DenseLayers = Annotated[
 def dtype_name(name: str | None) -> str:
     from kvjax.spec import cache_dtype, default_dtype
 
-    return default_dtype() if name is None else cache_dtype(name).name
+    return default_dtype() if name is None else cache_dtype(DTYPES.get(name, name)).name
 
 
 def model_directory(given: Path | None) -> Path:
@@ -142,7 +150,7 @@ def without_weights(directory: Path) -> Checkpoint:
     return read_settings(directory)[0]
 
 
-def make_policy(cache: str, budget: int | None = None) -> tuple[PerLayer, int | None]:
+def make_policy(cache: str, budget: str | int | None = None) -> tuple[PerLayer, int | None]:
     """The policies of `cache`, and their budget if the method has one.
 
     `cache` is the name of a preset, optionally with settings, such as
@@ -150,7 +158,8 @@ def make_policy(cache: str, budget: int | None = None) -> tuple[PerLayer, int | 
     """
     from kvjax import presets
 
-    return presets.parse_with_budget(cache, budget, where="--cache", budget_where="--budget")
+    tokens = size("--budget", budget) if isinstance(budget, str) else budget
+    return presets.parse_with_budget(cache, tokens, where="--cache", budget_where="--budget")
 
 
 MESH_AXES = ("data", "model", "ctx")

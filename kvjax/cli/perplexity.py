@@ -26,6 +26,7 @@ from kvjax.cli.programs import load_checkpoint
 from kvjax.cli.terminal import bar, bars, say, show_markdown, write_json
 
 DEFAULT_SHARE = 0.11
+LENGTHS = (1024, 2048, 4096)
 
 
 def perplexity(
@@ -38,8 +39,11 @@ def perplexity(
     model_dir: ModelDir = None,
     cache: CacheNames = None,
     length: Annotated[
-        str, typer.Option(help="Context length in tokens. Several: 1K,4K.")
-    ] = "1K,2K,4K",
+        str | None,
+        optional(
+            "Context length in tokens. Several: 1K,4K. Default: 1K,2K,4K, or what the model has positions for."
+        ),
+    ] = None,
     budget: Budgets = None,
     dense_layers: DenseLayers = 2,
     share: Annotated[
@@ -74,11 +78,7 @@ def perplexity(
     first cache with its standard error. The default caches are full, fier and quest.
     """
     names = list(dict.fromkeys(cache or ("full", "fier", "quest")))
-    lengths, kind, directory = (
-        tuple(sizes("--length", length)),
-        dtype_name(dtype),
-        model_directory(model_dir),
-    )
+    kind, directory = dtype_name(dtype), model_directory(model_dir)
 
     from kvjax.evaluate import passages as measure
     from kvjax.evaluate.caches import without_budget
@@ -91,6 +91,10 @@ def perplexity(
         share = DEFAULT_SHARE
     check_folder("--out", out)
     words = _read(text)
+    if length is None:
+        lengths = _default_lengths(without_weights(directory).config.max_positions, steps)
+    else:
+        lengths = tuple(sizes("--length", length))
     setting = measure.Setting(
         lengths=lengths,
         steps=steps,
@@ -112,6 +116,9 @@ def perplexity(
                 dense_layers=dense_layers,
                 out=results,
             )
+        if length is None and lengths != LENGTHS:
+            fits = ",".join(map(str, lengths))
+            say(f"the contexts that the model has positions for: --length {fits}")
         if any(plan.done < plan.total for plan in plans):
             with bar(progress, "loading weights"):
                 checkpoint = load_checkpoint(directory, dtype=kind)
@@ -125,6 +132,16 @@ def perplexity(
         write_json({"text": text.name, **measure.document(cells)})
     else:
         show_markdown(measure.markdown(cells) + "\n")
+
+
+def _default_lengths(positions: int | None, steps: int) -> tuple[int, ...]:
+    """The default lengths of context that a model has positions for, with the scored tokens; the
+    longest that it has if all are longer."""
+    if positions is None:
+        return LENGTHS
+    most = positions + 1 - steps
+    found = tuple(length for length in LENGTHS if length <= most) or (max(most, 2),)
+    return found
 
 
 def _read(text: Path) -> str | dict[str, str]:

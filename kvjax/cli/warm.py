@@ -60,13 +60,18 @@ def warm(
     policy, _ = make_policy(cache, budget)
     directory, kind = model_directory(model_dir), dtype_name(dtype)
     checkpoint, tokens = without_weights(directory), size("--capacity", capacity)
+    positions = checkpoint.config.max_positions
+    if positions is not None and tokens > positions:
+        raise ValueError(
+            f"--capacity {capacity} is more than the model's {positions} positions; give at most {positions}"
+        )
     folder = keep_programs()
     if folder is None:
         raise ValueError(
             "the cache of compiled programs is off, so that nothing could be kept; turn it on"
         )
     model = nnx.eval_shape(lambda: Decoder(checkpoint.config, dtype=kind))
-    rounded = round_capacity(tokens, rows=batch, positions=checkpoint.config.max_positions)
+    rounded = round_capacity(tokens, rows=batch, positions=positions)
     spec = model.spec(batch=batch, capacity=rounded)
     empty: Any = partial(kvjax.init, policy, spec, layers=checkpoint.config.layers)
     empty = stand_in(empty) or empty()

@@ -13,12 +13,12 @@ import jax
 import numpy as np
 
 import kvjax
-from kvjax.evaluate.caches import Caches, Row, check_row, make_rows, without_budget
+from kvjax.evaluate.caches import Caches, Row, check_row, check_rows, make_rows, without_budget
 from kvjax.generation import stream, warm_up
 from kvjax.generation.prompt_inputs import check_fit
 from kvjax.models import Checkpoint
 from kvjax.models.chat import common
-from kvjax.spec import one_or_several, require_int, round_capacity
+from kvjax.spec import default_dtype, one_or_several, require_int, round_capacity
 
 BUDGET = 256  # for methods whose text sets none
 
@@ -99,8 +99,10 @@ def prepare(
         budgets = (BUDGET,)
     rows = make_rows(caches, budgets=budgets, dense_layers=dense_layers)
     tokens = checkpoint.encode(prompt)
-    check_fit(0, len(tokens), max_new_tokens, None, checkpoint.config.max_positions)
-    return rows, tokens
+    config = checkpoint.config
+    check_fit(0, len(tokens), max_new_tokens, None, config.max_positions)
+    spec = config.spec(1, round_capacity(len(tokens) + max_new_tokens), default_dtype())
+    return check_rows(rows, spec, config), tokens
 
 
 def _answer(

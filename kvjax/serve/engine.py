@@ -45,7 +45,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kvjax.cache.cache import Cache
+from kvjax import presets
+from kvjax.cache.cache import Cache, init
 from kvjax.generation import prefilling
 from kvjax.generation.callables import as_model
 from kvjax.generation.loops import PAD, ROOM, Flat, FlatLayers
@@ -244,9 +245,7 @@ class Engine:
             processors = model.processors if processors is None else processors
             model = model.model
         elif slots is not None or capacity is not None:
-            raise ValueError(
-                "slots and capacity are for a checkpoint; make the cache of a model with kvjax.init"
-            )
+            cache = _cache_of_model(model, cache, slots, capacity)
         check_alive("Engine", cache)
         check_model_cache(model, cache)
         model = as_model(model)
@@ -1098,3 +1097,24 @@ def memory_bytes() -> int:
 
 def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+
+
+def _cache_of_model(model: Any, policy: Any, slots: int | None, capacity: int | None) -> Cache:
+    """The cache of a model that says its sizes, with `slots` rows."""
+    layers = getattr(getattr(model, "config", None), "layers", None)
+    if layers is None or not callable(getattr(model, "spec", None)):
+        raise ValueError(
+            "Engine(slots=..., capacity=...) makes the cache of a checkpoint, or of a model with `spec` and "
+            "`config.layers`; for another make it: kvjax.init(policy, kvjax.CacheSpec(batch=slots, ..., "
+            "capacity=capacity), layers=...)"
+        )
+    if slots is None or capacity is None:
+        raise ValueError(
+            "Engine(model, policy) needs slots=..., the rows of its cache, and capacity=... of a row"
+        )
+    policies = presets.parse(policy) if isinstance(policy, str) else policy
+    rows = require_int("slots", slots, at_least=1)
+    spec = model.spec(batch=rows, capacity=capacity)
+    return _allocated(
+        f"slots={slots} of capacity={capacity}", lambda: init(policies, spec, layers=layers)
+    )

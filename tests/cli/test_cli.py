@@ -435,9 +435,12 @@ def assert_one_line(result, message, code=2):
         ),
         (
             ("--prompt", "a", "--cache", "fier", "--budget", 0),
-            "budget=...) must be at least 1, got 0",
+            "--budget takes one whole number from 1, such as 8192, 8K or 1M; got '0'",
         ),
-        (("--prompt", "a", "--cache", "fier", "--budget", -5), "must be at least 1, got -5"),
+        (
+            ("--prompt", "a", "--cache", "fier", "--budget", -5),
+            "from 1, such as 8192, 8K or 1M; got '-5'",
+        ),
         (
             ("--prompt", "a", "--temperature", "nan"),
             "temperature must be a finite number of at least 0, got nan",

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax import models
 from kvjax.generation import as_model, prefill, stream, warm_up
 
 LAYERS = 2
@@ -135,6 +136,29 @@ def test_an_engine_serves_a_callable(variables: Any, wanted: list[list[int]]) ->
     requests = [engine.submit(row, max_new_tokens=4)[0] for row in PROMPT]
     engine.run()
     assert [request.tokens for request in requests] == wanted
+
+
+def test_an_engine_makes_the_cache_of_a_model_that_says_its_sizes() -> None:
+    config = models.DecoderConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=48,
+        layers=2,
+        q_heads=4,
+        kv_heads=2,
+        head_dim=16,
+    )
+    model = models.Decoder(config)
+    made = kvjax.Engine(model, "full", slots=2, capacity=64)
+    given = kvjax.Engine(model, kvjax.init(kvjax.Full(), model.spec(2, 64), layers=2))
+    answers = []
+    for engine in (made, given):
+        (request,) = engine.submit([1, 2, 3], max_new_tokens=3)
+        engine.run()
+        answers.append(request.tokens)
+    assert answers[0] == answers[1]
+    with pytest.raises(ValueError, match=r"for another make it: kvjax\.init\(policy, "):
+        kvjax.Engine(lambda *args, **call: args, kvjax.Full(), slots=2, capacity=64)
 
 
 def test_what_is_a_pytree_stays_as_it_is(variables: Any) -> None:

@@ -5,6 +5,7 @@ of the conversation.
 from __future__ import annotations
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -520,3 +521,57 @@ def test_a_turn_that_needs_other_rotations_reads_the_conversation_again(
         kvjax.raise_on_overflow(chat.cache)  # type: ignore[arg-type]
     again = [prompt[0] == BOS for prompt in fed]
     assert again == ([True, True, False, False] if kind == "longrope" else [True] * 4)
+
+
+# --------------------------------------------------------------------------------------------------- saved and resumed
+
+
+@pytest.mark.parametrize("cache", ["full", "fier:budget=16,dense_layers=1,group=8,chunk=8"])
+def test_a_saved_conversation_goes_on_as_if_it_had_not_ended(
+    checkpoint: models.Checkpoint, fed: list[list[int]], tmp_path: Path, cache: str
+) -> None:
+    chat = checkpoint.chat(system="be brief", cache=cache, max_new_tokens=5)
+    chat.say("hello")
+    chat.save(tmp_path / "talk")
+    wanted = chat.say("and then?")
+    turn = fed[-1]
+
+    other = checkpoint.chat(cache=cache, max_new_tokens=5).restore(tmp_path / "talk")
+    assert [message["role"] for message in other.messages] == ["system", "user", "assistant"]
+    assert other.say("and then?") == wanted
+    assert fed[-1] == turn  # the second turn alone was read
+    other.save(tmp_path / "talk")
+    again = checkpoint.chat(cache=cache, max_new_tokens=5).restore(tmp_path / "talk")
+    assert again.messages == other.messages == chat.messages
+
+
+def test_a_conversation_without_its_cache_is_read_again(
+    checkpoint: models.Checkpoint, fed: list[list[int]], tmp_path: Path
+) -> None:
+    chat = checkpoint.chat(max_new_tokens=5)
+    chat.say("hello")
+    chat.save(tmp_path)
+    shutil.rmtree(tmp_path / "cache")
+    wanted = chat.say("and then?")
+    other = checkpoint.chat(max_new_tokens=5).restore(tmp_path)
+    assert other.say("and then?") == wanted
+    assert len(fed[-1]) > len(fed[-2])
+
+
+def test_a_save_that_does_not_fit_is_refused(
+    checkpoint: models.Checkpoint, tmp_path: Path
+) -> None:
+    chat = checkpoint.chat(max_new_tokens=5)
+    with pytest.raises(
+        FileNotFoundError, match=r"has no saved conversation; Chat\.save makes one"
+    ):
+        chat.restore(tmp_path)
+    chat.say("hello")
+    chat.save(tmp_path)
+    quest = checkpoint.chat(cache="quest:budget=48,dense_layers=1")
+    with pytest.raises(ValueError, match=r"kind is Full in the save, Retrieval wanted"):
+        quest.restore(tmp_path)
+    file = tmp_path / "chat.json"
+    file.write_text(file.read_text().replace("DecoderConfig", "OtherConfig"))
+    with pytest.raises(ValueError, match="was saved with another model"):
+        checkpoint.chat().restore(tmp_path)
