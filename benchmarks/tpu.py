@@ -6,9 +6,9 @@
 Needs libtpu (`pip install "jax[tpu]"`), whose compiler runs on any CPU. For each chip, preset and
 program it prints, beside dense attention by hand, which is compiled in the same run:
 
-- MB: bytes that a run reads and writes. Outside of Pallas kernels XLA's own figure; a kernel's is
-  what its author wrote, so its blocks are counted from the jaxpr instead: one transfer whenever the
-  grid comes to another block.
+- MB: bytes that a run reads and writes, by XLA, which counts a loop once; the bytes of further
+  rounds are counted from the compiled program, unless their number depends on data. Reads of
+  single tokens count their bytes, though a TPU takes as long for a token as for several KiB.
 - temp: memory beside arguments and results.
 - copies: instructions outside of fusions, in any branch or loop, that copy or transpose an array
   as large as one of the cache.
@@ -51,6 +51,7 @@ from jax.sharding import SingleDeviceSharding
 
 import kvjax
 from kvjax import presets
+from kvjax.evaluate.provenance import provenance
 
 CHIPS = {
     "v5e": "v5e:2x2",
@@ -157,8 +158,8 @@ def dense_program(spec: kvjax.CacheSpec) -> tuple[Callable[..., Any], tuple[Any,
 
 def compile_for(
     device: Any, run: Callable[..., Any], args: tuple[Any, ...], donated: tuple[int, ...]
-) -> tuple[Any, Any, float]:
-    """The traced and the compiled program, and the CPU seconds that compiling took."""
+) -> tuple[Any, float]:
+    """The compiled program, and the CPU seconds that compiling took."""
     sharding = SingleDeviceSharding(device)
     args = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args
@@ -167,7 +168,7 @@ def compile_for(
     lowered = traced.lower(lowering_platforms=("tpu",))
     start = time.process_time()
     compiled = lowered.compile()
-    return traced, compiled, time.process_time() - start
+    return compiled, time.process_time() - start
 
 
 INSTRUCTION = re.compile(
@@ -175,18 +176,10 @@ INSTRUCTION = re.compile(
 )
 COMPUTATION = re.compile(r"^(?:ENTRY )?%(?P<name>\S+) \(.*\{\s*$")
 TYPES = {
-    "bfloat16": "bf16",
-    "float32": "f32",
-    "uint8": "u8",
-    "int8": "s8",
-    "uint32": "u32",
-    "int32": "s32",
-    "bool": "pred",
-    "uint16": "u16",
-    "int16": "s16",
-    "float16": "f16",
-    "float8_e4m3fn": "f8e4m3fn",
-}  # XLA's names
+    "bfloat16": "bf16", "float16": "f16", "float32": "f32", "float8_e4m3fn": "f8e4m3fn", "bool": "pred",
+    "int8": "s8", "uint8": "u8", "int16": "s16", "uint16": "u16", "int32": "s32", "uint32": "u32",
+}  # fmt: skip
+SIZES = {name: jnp.dtype(dtype).itemsize for dtype, name in TYPES.items()}  # by XLA's names
 ARRAY = re.compile(r"(?P<type>[a-z]+\d*)\[(?P<sizes>[\d,]*)\](?P<layout>\{[^}]*\})?")
 
 
@@ -239,9 +232,114 @@ def cache_sized_copies(hlo: str, cache: Sequence[Any]) -> list[str]:
     return copies
 
 
-def kernel_bytes(jaxpr: Any) -> int:
-    """Bytes that the blocks of all Pallas kernels move, each counted when the grid comes to another block."""
-    return 0
+def loop_bytes(hlo: str) -> int:
+    """Bytes that loops with a known number of rounds move in all rounds but the first.
+
+    XLA's figure has each loop once. An array that a fusion only slices counts with the slices,
+    and one that it updates in place with the update; arrays in a TPU's fast memory count nothing.
+    """
+    program = Program(hlo)
+    return sum(
+        (rounds - 1) * program.bytes_of(body) * program.times(loop)
+        for loop, body, rounds in program.loops()
+    )
+
+
+class Program:
+    """The instructions of a compiled program by computation."""
+
+    def __init__(self, hlo: str) -> None:
+        self.computations: dict[str, dict[str, re.Match[str]]] = {}
+        name = ""
+        for line in hlo.splitlines():
+            if header := COMPUTATION.match(line):
+                name = header["name"]
+                self.computations[name] = {}
+            elif match := INSTRUCTION.match(line):
+                self.computations[name][match["name"]] = match
+
+    def loops(self) -> Iterator[tuple[str, str, int]]:
+        """The computation that a loop is in, its body, and its rounds."""
+        for name, instructions in self.computations.items():
+            for found in instructions.values():
+                body = re.search(r"body=%([\w.\-]+)", found["rest"])
+                condition = re.search(r"condition=%([\w.\-]+)", found["rest"])
+                if found["kind"] == "while" and body and condition:
+                    yield name, body[1], self._rounds(condition[1])
+
+    def _rounds(self, condition: str) -> int:
+        """The number that the condition of a loop from 0 on compares with."""
+        tests = [condition]
+        for found in self.computations[condition].values():
+            tests += re.findall(r"calls=%([\w.\-]+)", found["rest"])
+        constants = [
+            int(found["rest"].partition(")")[0])
+            for name in tests
+            for found in self.computations[name].values()
+            if found["kind"] == "constant" and found["shape"].startswith("s32[]")
+        ]
+        return constants[0] if len(constants) == 1 else 1
+
+    def times(self, computation: str) -> int:
+        """How often a computation runs that is the body of loops, at least 1."""
+        return prod(rounds for _, body, rounds in self.loops() if body == computation)
+
+    def bytes_of(self, computation: str) -> int:
+        """Bytes that one run of a computation moves, without what it calls but for fusions."""
+        instructions = self.computations[computation]
+        total = 0
+        for found in instructions.values():
+            if found["kind"] in NO_TRAFFIC:
+                continue
+            operands = [instructions[n] for n in operand_names(found) if n in instructions]
+            total += self._moved(found, operands)
+        return total
+
+    def _moved(self, found: re.Match[str], operands: Sequence[re.Match[str]]) -> int:
+        called = re.search(r"calls=%([\w.\-]+)", found["rest"])
+        inside = self.computations[called[1]] if found["kind"] == "fusion" and called else {}
+        parameters = [i for i in inside.values() if i["kind"] == "parameter"]
+        parameters.sort(key=lambda i: int(i["rest"].partition(")")[0]))
+        if not parameters:
+            return sum(size_of(a["shape"]) for a in (found, *operands))
+        total = 0
+        updated = [i for i in inside.values() if i["kind"] == "dynamic-update-slice"]
+        for operand, parameter in zip(operands, parameters, strict=False):
+            users = [i for i in inside.values() if parameter["name"] in operand_names(i)]
+            kinds = {i["kind"] for i in users}
+            if kinds == {"dynamic-slice"}:
+                part = sum(size_of(i["shape"]) for i in users)
+                total += part if size_of(operand["shape"]) else 0
+            elif "dynamic-update-slice" not in kinds:
+                total += size_of(operand["shape"])
+        if not updated:
+            return total + size_of(found["shape"])
+        updates = (inside.get(operand_names(i)[1]) for i in updated)
+        fast = size_of(found["shape"]) == 0
+        return total + (
+            0 if fast else sum(size_of(i["shape"]) for i in updates if i is not None)
+        )
+
+
+NO_TRAFFIC = {
+    "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call",
+    "copy-done", "after-all", "iota", "partition-id",
+}  # fmt: skip
+
+
+def operand_names(found: re.Match[str]) -> list[str]:
+    return re.findall(r"%([\w.\-]+)", found["rest"].partition(")")[0])
+
+
+def size_of(shape: str) -> int:
+    """Bytes of a type, without its arrays in a TPU's fast memory."""
+    total = 0
+    for array in ARRAY.finditer(shape):
+        if "S(1)" not in (array["layout"] or "") and array["type"] in SIZES:
+            total += (
+                prod(map(int, filter(None, array["sizes"].split(",")))) * SIZES[array["type"]]
+            )
+    return total
 
 
 def measure(
@@ -255,7 +353,7 @@ def measure(
     hlo: Path | None,
 ) -> Row:
     device = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip]).devices[0]
-    traced, compiled, seconds = compile_for(device, run, args, donated)
+    compiled, seconds = compile_for(device, run, args, donated)
     text = compiled.as_text()
     if hlo is not None:
         hlo.mkdir(parents=True, exist_ok=True)
@@ -274,7 +372,7 @@ def measure(
     faults = [f"copies {shape} {times} times" for shape, times in Counter(copies).items()]
     if temp > MOST_TEMP * whole:
         faults.append(f"takes {temp / whole:.0%} of the cache's bytes as temporary memory")
-    moved = int(compiled.cost_analysis()["bytes accessed"]) + kernel_bytes(traced.jaxpr)
+    moved = int(compiled.cost_analysis()["bytes accessed"]) + loop_bytes(text)
     return Row(
         chip,
         preset,
@@ -335,8 +433,9 @@ def main(args: Sequence[str] | None = None) -> None:
     for row in measure_all(given):
         print(shown(row), flush=True)
         rows.append(row)
-    if given.json is not None:
-        given.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        if given.json is not None:
+            content = {"provenance": provenance(), "rows": [asdict(row) for row in rows]}
+            given.json.write_text(json.dumps(content, indent=1) + "\n")
     if given.check and any(row.faults for row in rows):
         sys.exit(1)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
+from kvjax.numerics.blocks import quotient
 from kvjax.numerics.partial import (
     Logits,
     PartialAttention,
@@ -16,6 +17,7 @@ from kvjax.numerics.partial import (
     merge,
     merge_sinks,
 )
+from kvjax.numerics.platforms import for_tpu
 from kvjax.numerics.selection import PackedSelection, Selection, membership, split_selection
 from kvjax.numerics.types import Float
 from kvjax.ops.op import Implementation, op
@@ -62,7 +64,7 @@ def attend_span(
 
 @op(
     kernel="attend.attend_slots",
-    static_argnames=("logits",),
+    static_argnames=("logits", "together"),
     derivative="reference",
     limit=lambda kernel, a: kernel.unsupported(a.q, a.k, a.v, a.selection.slots),
     mosaic=lambda kernel, a: PartialAttention(
@@ -78,15 +80,16 @@ def attend_slots(
     selection: Selection,
     *,
     logits: Logits,
+    together: int = 1,
     implementation: Implementation | None = None,
 ) -> PartialAttention:
     """Exact attention of q [B, K, G, D] over the selected slots of k, v [B, K, S, D];
     PartialAttention over Q = G.
 
     `implementation`: see `explain`. The kernel gathers and attends at once; its products read q
-    in the dtype of k.
+    in the dtype of k. `together`: see `gather_slots`.
     """
-    kg, vg = gather_slots(k, v, selection)
+    kg, vg = gather_slots(k, v, selection, together=together)
     return attend_gathered(q, kg, vg, selection, logits=logits)
 
 
@@ -110,7 +113,7 @@ def _attend_zones_mosaic(kernel: Any, a: Any) -> Any:
 
 @op(
     kernel="attend.attend_zones",
-    static_argnames=("local", "logits", "part"),
+    static_argnames=("local", "logits", "part", "together"),
     derivative="reference",
     limit=lambda kernel, a: kernel.unsupported(
         a.q, a.k, a.v, a.selection.slots, a.recent, a.sink, a.local, a.more
@@ -130,6 +133,7 @@ def attend_zones(
     *,
     logits: Logits,
     part: bool = False,
+    together: int = 1,
     implementation: Implementation | None = None,
 ) -> Any:
     """[B, K, G, D] in the dtype of q [B, K, G, D]: attention of a retrieval step over
@@ -142,13 +146,13 @@ def attend_zones(
     query heads in turn; starts and stops are i32[B], or i32[B, T] for T decode steps. `sinks`
     are logits that only the denominator counts. `implementation`: see `explain`. The kernel's
     products read q in the dtype of k. With `part`, the result is a PartialAttention over Q = G,
-    without `sinks`.
+    without `sinks`. `together`: see `gather_slots`.
     """
     if more is not None:
         k, v = jnp.concatenate([k, more[0]], axis=2), jnp.concatenate([v, more[1]], axis=2)
     recent = recent._replace(start=jnp.maximum(recent.start, recent.stop - local))
     stored, pending = split_selection(selection, k.shape[2])
-    history = attend_slots(q, k, v, stored, logits=logits)
+    history = attend_slots(q, k, v, stored, logits=logits, together=together)
     whole = merge_beside(history, q, pending, recent, sink, logits=logits)
     return whole if part else merge_sinks(whole, sinks).out.astype(q.dtype)
 
@@ -193,15 +197,43 @@ def merge_beside(
 
 
 def gather_slots(
-    k: Float[Array, "B K S D"], v: Float[Array, "B K S D"], selection: Selection
+    k: Float[Array, "B K S D"],
+    v: Float[Array, "B K S D"],
+    selection: Selection,
+    *,
+    together: int = 1,
 ) -> tuple[Float[Array, "B K HM D"], Float[Array, "B K HM D"]]:
     """Keys and values [B, K, H*M, D] of the selected slots of k, v [B, K, S, D]; slots out of
     range are clipped.
+
+    `together` slots of each list are those of one page, in order; a TPU reads such a page at
+    once.
     """
-    index = selection.slots.reshape(*selection.slots.shape[:2], -1, 1)
-    return jnp.take_along_axis(k, index, axis=2, mode="clip"), jnp.take_along_axis(
-        v, index, axis=2, mode="clip"
-    )
+
+    def by_slots(k: Array, v: Array, slots: Array) -> tuple[Array, Array]:
+        index = slots.reshape(*slots.shape[:2], -1, 1)
+        return _taken(k, index), _taken(v, index)
+
+    def by_pages(k: Array, v: Array, slots: Array) -> tuple[Array, Array]:
+        first = slots.reshape(*slots.shape[:2], -1, together)[..., :1, None]
+        # XLA would move the reshape into the branch of a flush before it, and copy what the
+        # branch then returns in two shapes.
+        paged = (
+            a.reshape(*a.shape[:2], -1, together, a.shape[3])
+            for a in lax.optimization_barrier((k, v))
+        )
+        kg, vg = (_taken(a, quotient(first, together)) for a in paged)
+        return kg.reshape(*kg.shape[:2], -1, kg.shape[4]), vg.reshape(
+            *vg.shape[:2], -1, vg.shape[4]
+        )
+
+    if together == 1 or k.shape[2] % together:
+        return by_slots(k, v, selection.slots)
+    return for_tpu(by_pages, by_slots, k, v, selection.slots)
+
+
+def _taken(x: Array, index: Array) -> Array:
+    return jnp.take_along_axis(x, index, axis=2, mode="clip")
 
 
 def attend_gathered(

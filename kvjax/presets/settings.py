@@ -123,7 +123,7 @@ def history(name: str, store: Store | str, page: int = 1) -> Store:
         return store
     where, plus, hot = store.partition("+")
     if where == "device" and not plus:
-        return Dense()
+        return Dense(together=page)
     turbo = TURBO.fullmatch(where)
     on_host = where in HOSTS or (turbo and turbo["host"])
     if not (on_host or (turbo and not plus)) or (plus and not hot.isdecimal()):
@@ -156,7 +156,8 @@ def capacity_of(
     shares = isinstance(layers, Layers) and layers.shares
     return (
         0
-        if dense_capacity == "auto" and (shares or store not in ("device", Dense()))
+        if dense_capacity == "auto"
+        and (shares or not (store == "device" or isinstance(store, Dense)))
         else dense_capacity
     )
 

@@ -13,7 +13,7 @@ from kvjax.numerics.blocks import Block, empty_block, put
 from kvjax.numerics.partial import Logits, PartialAttention, Span, merge, merge_sinks
 from kvjax.numerics.selection import PackedSelection, Selection
 from kvjax.ops.chunk import attend_zone
-from kvjax.spec import CacheSpec
+from kvjax.spec import CacheSpec, keep_ints
 from kvjax.stores.store import Store
 
 SPANS = 32  # queries, each from a slot of its own on, that read all slots together
@@ -22,7 +22,17 @@ TOGETHER = 16  # queries of a step that the kernel `attend_span` takes
 
 @dataclass(frozen=True)
 class Dense(Store):
-    """Keeps keys and values unchanged in device memory, [B, K, S, D]."""
+    """Keeps keys and values unchanged in device memory, [B, K, S, D].
+
+    A selection always has `together` tokens that follow each other, from a multiple of that
+    many on, as a selector of pages selects them. A TPU then reads them at once: it takes as
+    long to begin to read 256 bytes as to read several KiB.
+    """
+
+    together: int = 1
+
+    def __post_init__(self) -> None:
+        keep_ints(self, together=1)
 
     takes_steps = True
 
@@ -122,7 +132,16 @@ class Dense(Store):
         sinks: Array | None = None,
     ) -> tuple[Array, Block]:
         out: Array = ops.attend_zones(
-            q, st.k, st.v, selection, recent, sink, local, sinks=sinks, logits=logits
+            q,
+            st.k,
+            st.v,
+            selection,
+            recent,
+            sink,
+            local,
+            sinks=sinks,
+            logits=logits,
+            together=self.together,
         )
         return out, st
 

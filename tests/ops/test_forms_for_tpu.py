@@ -9,7 +9,8 @@ from hypothesis import given
 from jax import lax
 
 from kvjax.numerics import blocks, platforms
-from kvjax.ops import select
+from kvjax.numerics.selection import Selection
+from kvjax.ops import attend, select
 
 
 @given(
@@ -105,3 +106,20 @@ def test_a_program_for_a_cpu_has_only_the_form_of_others(
     assert "scatter" in programs["cpu"]
     assert "dynamic_update_slice" not in programs["cpu"]
     assert "scatter" not in programs["tpu"]
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_pages_gathered_at_once_are_their_tokens(
+    heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    k, v = (jnp.asarray(rng.normal(size=(2, 3, 24, size)), jnp.float32) for size in (8, 5))
+    pages = jnp.asarray(rng.integers(0, 6, size=(2, 3, heads, 5)))
+    slots = jnp.asarray(
+        (np.asarray(pages)[..., None] * 4 + np.arange(4)).reshape(2, 3, heads, 20)
+    )
+    selection = Selection(slots, jnp.ones(slots.shape, bool))
+    want = attend.gather_slots(k, v, selection)
+    monkeypatch.setattr(attend, "for_tpu", lambda tpu, others, *operands: tpu(*operands))
+    for got, same in zip(attend.gather_slots(k, v, selection, together=4), want, strict=True):
+        np.testing.assert_array_equal(got, same)
