@@ -85,6 +85,56 @@ def lossless_line() -> str:
     )
 
 
+def lossless_steps() -> str:
+    """Steps of whole layers of the 8B shape, and the speed that is derived from them."""
+    body = []
+    for row in _lossless("steps"):
+        derived = row["derived"]
+        times = derived["times_full"]
+        measured = [times[name] for name in times if not name.startswith("each token")]
+        body.append(
+            [
+                f"{row['length']} x {row['batch']}",
+                f"{row['full_ms'] / row['layers']:.2f}",
+                f"{row['draft_ms'] / row['layers']:.2f}",
+                f"{row['verify_5_over_full']:.2f}",
+                f"{row['verify_8_over_full']:.2f}",
+                f"{min(measured):.2f} to {max(measured):.2f}" if measured else "",
+            ]
+        )
+    titles = [
+        "tokens x rows",
+        "`full`, ms a layer",
+        "draft, ms a layer",
+        "verify 5, times `full`",
+        "verify 8, times `full`",
+        "derived: times `full`",
+    ]
+    return markdown(titles, body)
+
+
+def accepted() -> str:
+    """Tokens of a draft of 8 that are right, the mean over texts, by method, budget and length."""
+    rows = load_rows("lossless_acceptance")
+    texts = {row["text"] for row in rows}
+    found: dict[tuple[str, int], list[float]] = {}
+    for row in rows:
+        found.setdefault((row["method"], row["length"]), []).append(row["accepted"])
+    whole = {key: np.mean(one) for key, one in found.items() if len(one) == len(texts)}
+    lengths = sorted({length for _, length in whole})
+    methods = sorted(
+        {method for method, _ in whole},
+        key=lambda method: (int(method.partition("budget=")[2]), method),
+    )
+
+    def cell(method: str, length: int) -> str:
+        mean = whole.get((method, length))
+        return "" if mean is None else f"{mean:.2f}"
+
+    body = [[f"`{m}`", *(cell(m, length) for length in lengths)] for m in methods]
+    return markdown(["draft", *(f"{length} tokens" for length in lengths)], body)
+
+
 def _lossless(part: str) -> list[dict[str, Any]]:
     """The rows of a part of `benchmarks/lossless.py`; none before it has run."""
     if not (RESULTS / "lossless.json").is_file():
