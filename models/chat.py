@@ -24,6 +24,7 @@ from kvjax.cache.editing import truncate
 from kvjax.cache.growing import grow
 from kvjax.cache.saving import restore, save, saved_steps
 from kvjax.generation import Stream, stream
+from kvjax.generation.drafts import Draft
 from kvjax.generation.processors import Processors
 from kvjax.generation.prompt_inputs import check_fit
 from kvjax.generation.sampling import Sampling
@@ -80,13 +81,14 @@ class Chat:
         sampling: Sampling,
         key: Array | None,
         capacity: int | None,
+        draft: Draft | None,
         template: Mapping[str, Any] | None,
         processors: Processors,
     ) -> None:
         self._checkpoint, self._make_cache, self._capacity = checkpoint, make_cache, capacity
         self._max_new_tokens, self._sampling, self._key = max_new_tokens, sampling, key
         self.messages = [] if system is None else [{"role": "system", "content": system}]
-        self._template, self._processors = template, processors
+        self._template, self._processors, self._draft = template, processors, draft
         self._run: Stream | None = None  # of the last answer
         self._fed: list[int] = []  # the tokens in the cache before that answer
         self._restored: Cache | None = None  # of `_fed`, until the first answer after it
@@ -221,6 +223,7 @@ class Chat:
             stop_tokens=checkpoint.chat_stop_tokens,
             tokenizer=checkpoint.tokenizer,
             processors=dataclasses.replace(self._processors, history=(tuple(known),)),
+            draft=self._draft,
         )
         self._fed = known + unread
         return run

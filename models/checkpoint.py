@@ -346,7 +346,8 @@ class Checkpoint:
             `kvjax.spec.round_capacity`, whose few sizes share compiled programs.
           speculate: a draft: `kvjax.PromptLookup()`, `kvjax.DraftModel(small.model)` or
             "prompt-lookup:3,8". The model verifies several drafted tokens at a time. The text
-            stays the same; `speculation` has the acceptance.
+            stays the same; `speculation` has the acceptance. "self", or `kvjax.SelfDraft()`,
+            drafts by the selection of `cache`, and the text is that of "full".
           spec_prefill: `kvjax.generation.SpecPrefill(small.model, keep=0.2)` reads the fifth of
             each prompt to which a small model attends most. The text changes.
           sparse_prompt: 0.1 lets blocks of a long prompt attend to a tenth of what is stored,
@@ -471,6 +472,7 @@ class Checkpoint:
         seed: int | None = None,
         key: Array | None = None,
         capacity: int | None = None,
+        speculate: str | Draft | None = None,
         template: Mapping[str, Any] | None = None,
         processors: Processors | None = None,
     ) -> Chat:
@@ -503,6 +505,7 @@ class Checkpoint:
             sampling=draw,
             key=key,
             capacity=_given("capacity", capacity),
+            draft=drafts.parse(speculate) if isinstance(speculate, str) else speculate,
             template=template,
             processors=self.processors if processors is None else processors,
         )

@@ -13,6 +13,7 @@ from kvjax.cli.options import (
     CacheName,
     Dtype,
     Seed,
+    Speculate,
     Temperature,
     TopP,
     check_folder,
@@ -53,6 +54,7 @@ def chat(
             metavar="DIR",
         ),
     ] = None,
+    speculate: Speculate = None,
 ) -> None:
     """Talks with a chat model; its cache is kept between turns.
 
@@ -73,7 +75,11 @@ def chat(
         checkpoint = load_checkpoint(directory, dtype=kind)
     sampled: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "seed": seed}
     talk = checkpoint.chat(
-        system=system, cache=policy, max_new_tokens=max_new_tokens, **sampled
+        system=system,
+        cache=policy,
+        max_new_tokens=max_new_tokens,
+        speculate=speculate,
+        **sampled,
     )
     if resume is not None and (resume / CHAT).is_file():
         talk.restore(resume)

@@ -15,6 +15,7 @@ from kvjax.cli.options import (
     Dtype,
     ModelDir,
     PromptFile,
+    Speculate,
     dtype_name,
     model_directory,
     optional,
@@ -43,6 +44,14 @@ def compare(
     dense_layers: DenseLayers = 2,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 32,
     dtype: Dtype = None,
+    speculate: Speculate = None,
+    measure_drafts: Annotated[
+        bool,
+        typer.Option(
+            "--drafts",
+            help="Also count the tokens of a draft of 8 that agree with the first answer.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Shows the answers of several methods to one prompt side by side, with tokens read, bytes
@@ -61,6 +70,7 @@ def compare(
         "dense_layers": dense_layers,
         "max_new_tokens": max_new_tokens,
     }
+    drafting: Any = {"speculate": speculate, "measure_drafts": measure_drafts}
     caches, progress = cache or list(DEFAULT), bars()
     with progress, bar(progress, "reading the prompt"):
         prepare(
@@ -68,7 +78,7 @@ def compare(
         )  # raises errors before the weights are loaded
     with progress, bar(progress, "comparing") as advance_to:
         checkpoint = load_checkpoint(directory, dtype=kind)
-        found = side_by_side(checkpoint, text, caches, **asked, progress=advance_to)
+        found = side_by_side(checkpoint, text, caches, **asked, **drafting, progress=advance_to)
     if as_json:
         write_json(*(answer.as_json() for answer in found))
         return
@@ -90,13 +100,20 @@ def _table(found: list[Answer]) -> Any:
     table = Table(show_lines=True)
     table.add_column("cache", no_wrap=True)
     table.add_column("answer", ratio=1)
-    for title in ("same", "tokens read", "MiB", "prompt, s", "tokens/s"):
+    titles = ["same", "tokens read", "MiB", "prompt, s", "tokens/s"]
+    drafted = any(answer.tokens_per_step is not None for answer in found)
+    measured = any(answer.accepted is not None for answer in found)
+    titles += ["tokens a step"] * drafted + ["accepted of 8"] * measured
+    for title in titles:
         table.add_column(title, justify="right")
     for answer in found:
         if answer.refused:
-            table.add_row(answer.cache, "refused", *[""] * 5)
+            table.add_row(answer.cache, "refused", *[""] * len(titles))
             continue
         host = f" + {answer.host_bytes / 2**20:.1f} host" if answer.host_bytes else ""
+        steps, accepted = answer.tokens_per_step, answer.accepted
+        more = ["1.00" if steps is None else f"{steps:.2f}"] * drafted
+        more += ["-" if accepted is None else f"{accepted:.2f}"] * measured
         table.add_row(
             answer.cache,
             " ".join(answer.text.split()),
@@ -105,5 +122,6 @@ def _table(found: list[Answer]) -> Any:
             f"{answer.device_bytes / 2**20:.1f}{host}",
             f"{answer.prefill_seconds:.2f}",
             f"{answer.decode_tokens_per_second:.1f}",
+            *more,
         )
     return table

@@ -25,6 +25,7 @@ from kvjax.cli.options import (
     ModelDir,
     PromptFile,
     Seed,
+    Speculate,
     Temperature,
     TopP,
     capacity_over,
@@ -130,14 +131,7 @@ def generate(
         optional("Draw from tokens with at least this share of the highest probability."),
     ] = None,
     seed: Seed = 0,
-    speculate: Annotated[
-        str | None,
-        optional(
-            "Speculative decoding by prompt lookup: draft the tokens that followed the same n-gram earlier, and "
-            "verify them in one step. The text stays the same.",
-            metavar="prompt-lookup[:NGRAM,TOKENS]",
-        ),
-    ] = None,
+    speculate: Speculate = None,
     draft: Annotated[
         Path | None,
         optional(
@@ -424,7 +418,7 @@ class _Job:
         elif self.drafting is not None:
             drafts.check_takes_drafts(shapes, DraftModel.tokens)
         elif lookup is not None:
-            drafts.check_takes_drafts(shapes, lookup.tokens)
+            drafts.check_draft(lookup, shapes)
 
 
 class _Answer(NamedTuple):
@@ -704,7 +698,9 @@ def _summarise(answer: _Answer, prompt: int, cache: str) -> None:
         f"{report['decode_tokens_per_second']:.1f}/s; cache {cache}: {device:.1f} MiB on the device, "
         f"{host:.1f} MiB on the host; a step read {_in_layers(report['attended_tokens_by_layer'], prompt, new)}"
     )
-    if drafted is not None:
+    if drafted is not None and drafted.idle is not None:
+        say(drafted.idle)
+    elif drafted is not None:
         say(
             f"{drafted.acceptance:.0%} of {drafted.drafted} drafted tokens accepted, "
             f"{drafted.tokens_per_step:.2f} tokens a step"

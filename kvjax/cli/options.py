@@ -101,6 +101,15 @@ TopP = Annotated[
     float | None,
     optional("Draw from the smallest set of tokens with at least this probability."),
 ]
+Speculate = Annotated[
+    str | None,
+    optional(
+        "Speculative decoding: draft tokens and verify several in one step. self drafts by the selection of "
+        "--cache and verifies by attention to all tokens, so the text is that of --cache full. prompt-lookup drafts "
+        "the tokens that followed the same n-gram earlier; the text stays the same.",
+        metavar="self[:TOKENS] or prompt-lookup[:NGRAM,TOKENS]",
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Seed of the sampling.")]
 Parallel = Annotated[
     int,

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +15,9 @@ import numpy as np
 
 import kvjax
 from kvjax.evaluate.caches import Caches, Row, check_row, check_rows, make_rows, without_budget
-from kvjax.generation import stream, warm_up
+from kvjax.evaluate.drafting import acceptance
+from kvjax.generation import drafts, prefill, stream, warm_up
+from kvjax.generation.drafts import Draft
 from kvjax.generation.prompt_inputs import check_fit
 from kvjax.models import Checkpoint
 from kvjax.models.chat import common
@@ -38,6 +41,8 @@ class Answer:
     host_bytes: int = 0
     prefill_seconds: float = 0.0  # without compilation
     decode_tokens_per_second: float = 0.0
+    tokens_per_step: float | None = None  # of drafts; None: it drafts none
+    accepted: float | None = None  # of a draft of 8, in the first answer; None: not measured
     refused: str = ""  # why it could not be run; all else is empty then
 
     def as_json(self) -> dict[str, Any]:
@@ -52,6 +57,8 @@ def side_by_side(
     budget: int | Sequence[int] | None = None,
     dense_layers: int | None = None,
     max_new_tokens: int = 32,
+    speculate: str | Draft | None = None,
+    measure_drafts: bool = False,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> list[Answer]:
     """Continues one prompt greedily through each cache, and times it.
@@ -61,6 +68,9 @@ def side_by_side(
         ("mine.py:mine"); policies; or functions of a budget; in a list, or by name.
       budget: for caches that have one and do not set it, also several; default 256.
       dense_layers: for caches that do not set their own; None keeps each preset's.
+      speculate: how caches draft, as in `Checkpoint.generate`; those that cannot decode without.
+      measure_drafts: `Answer.accepted`: how many tokens of a draft of 8 agree with the first
+        answer, if each cache is forced to follow that (`kvjax.evaluate.acceptance`).
       progress: called with the caches done, their number, and the next one's name.
 
     Raises:
@@ -73,11 +83,15 @@ def side_by_side(
         "max_new_tokens": max_new_tokens,
     }
     rows, tokens = prepare(checkpoint, prompt, caches, **settings)
+    draft = drafts.parse(speculate) if isinstance(speculate, str) else speculate
     found: list[Answer] = []
     for at, row in enumerate(rows):
         if progress is not None:
             progress(at, len(rows), row.name)
-        found.append(_answer(checkpoint, row, tokens, max_new_tokens, found))
+        answer = _answer(checkpoint, row, tokens, max_new_tokens, found, draft)
+        if measure_drafts and not answer.refused:
+            answer = _with_accepted(checkpoint, row, tokens, max_new_tokens, [*found, answer])
+        found.append(answer)
     return found
 
 
@@ -111,21 +125,19 @@ def _answer(
     tokens: list[int],
     max_new_tokens: int,
     earlier: list[Answer],
+    draft: Draft | None,
 ) -> Answer:
-    spec = checkpoint.model.spec(batch=1, capacity=round_capacity(len(tokens) + max_new_tokens))
-    row = check_row(row, spec, checkpoint.config)
-    policies = row.policies
-    if policies is None:
-        return Answer(cache=row.name, refused=row.refused)
-
-    def empty() -> kvjax.Cache:
-        return kvjax.init(policies, spec, layers=checkpoint.config.layers)
-
+    made = _maker(checkpoint, row, tokens, max_new_tokens)
+    if isinstance(made, str):
+        return Answer(cache=row.name, refused=made)
     settings: dict[str, Any] = dict(
-        max_new_tokens=max_new_tokens, stop_tokens=checkpoint.stop_tokens, measure=True
+        max_new_tokens=max_new_tokens,
+        stop_tokens=checkpoint.stop_tokens,
+        measure=True,
+        draft=draft if _drafts(draft, made) else None,
     )
-    warm_up(checkpoint.model, empty(), len(tokens), **settings)
-    cache = jax.block_until_ready(empty())
+    warm_up(checkpoint.model, made(), len(tokens), **settings)
+    cache = jax.block_until_ready(made())
     begin = time.perf_counter()
     run = stream(
         checkpoint.model,
@@ -140,16 +152,59 @@ def _answer(
     text = "".join(run)
     end = time.perf_counter()
     ids = tuple(int(i) for i in run.rows[0])
-    first = next((answer.token_ids for answer in earlier if not answer.refused), ids)
     size = kvjax.memory.nbytes(run.cache)
     return Answer(
         cache=row.name,
         text=text,
         token_ids=ids,
-        same=common(ids, first),
+        same=common(ids, _first(earlier, ids)),
         attended=float(np.mean(np.asarray(run.attended, np.float64))),
         device_bytes=size.device,
         host_bytes=size.host,
         prefill_seconds=middle - begin,
         decode_tokens_per_second=len(ids) / (end - middle),
+        tokens_per_step=None if run.speculation is None else run.speculation.tokens_per_step,
     )
+
+
+def _with_accepted(
+    checkpoint: Checkpoint,
+    row: Row,
+    tokens: list[int],
+    max_new_tokens: int,
+    found: list[Answer],
+) -> Answer:
+    """The last of the answers `found`, with `accepted`; as it is for a text of one token."""
+    answer, wanted = found[-1], _first(found, ())
+    made = _maker(checkpoint, row, tokens, max_new_tokens)
+    if isinstance(made, str) or len(wanted) < 2:
+        return answer
+    _, cache = prefill(checkpoint.model, made(), np.array([tokens]))
+    measured, _ = acceptance(checkpoint.model, cache, [wanted])
+    return replace(answer, accepted=measured.accepted)
+
+
+def _maker(
+    checkpoint: Checkpoint, row: Row, tokens: list[int], max_new_tokens: int
+) -> Callable[[], kvjax.Cache] | str:
+    """Makes an empty cache of a row; or why there can be none."""
+    spec = checkpoint.model.spec(batch=1, capacity=round_capacity(len(tokens) + max_new_tokens))
+    row = check_row(row, spec, checkpoint.config)
+    policies = row.policies
+    if policies is None:
+        return row.refused
+    return partial(kvjax.init, policies, spec, layers=checkpoint.config.layers)
+
+
+def _first(answers: Sequence[Answer], otherwise: tuple[int, ...]) -> tuple[int, ...]:
+    """The tokens of the first answer."""
+    return next((answer.token_ids for answer in answers if not answer.refused), otherwise)
+
+
+def _drafts(draft: Draft | None, made: Callable[[], kvjax.Cache]) -> bool:
+    """True if such a cache can draft."""
+    try:
+        drafts.check_draft(draft, jax.eval_shape(made))
+    except ValueError:
+        return False
+    return draft is not None

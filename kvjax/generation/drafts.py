@@ -328,6 +328,8 @@ def check_draft(draft: Any, cache: Cache) -> None:
         "kvjax.generation.drafts.PromptLookup()",
         fields=("tokens",),
     )
+    if isinstance(draft, SelfDraft):
+        check_drafts_itself(cache)
     if draft.tokens is not None:
         check_takes_drafts(cache, draft.tokens)
 

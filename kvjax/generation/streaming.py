@@ -617,9 +617,10 @@ def warm_up(
     B = cache.spec.batch
     one, drafter = np.ones((B,), np.int32), None
     if draft is not None:
-        drafter = draft.start(
-            model, cache, np.zeros((B, prompt_tokens), np.int32), one, max_new_tokens
-        )
+        prompt = np.zeros((B, prompt_tokens), np.int32)
+        # a self-draft decides by the length whether it drafts; others read the prompt, too
+        read = one * prompt_tokens if isinstance(draft, SelfDraft) else one
+        drafter = draft.start(model, cache, prompt, read, max_new_tokens)
     logits, cache = warm_prefill(model, cache, prompt_tokens, chunk=chunk)
     report(1, 2, "for decode steps")
     draws, stop = Draws.of(sampling, jax.random.key(0), B), stop_array(stop_tokens)

@@ -877,7 +877,7 @@ REFUSED = [
     ("generate --prompt a --mesh model=99", "--mesh model=99 asks for 99 devices; there are 1"),
     (
         "generate --prompt a --speculate x",
-        "speculate='x' must be prompt-lookup, or prompt-lookup:NGRAM,TOKENS",
+        "speculate='x' must be self or self:TOKENS such as self:4, prompt-lookup, or prompt-lookup:NGRAM,TOKENS",
     ),
     (
         "generate --prompt a --speculate prompt-lookup:0,4",
@@ -1125,3 +1125,34 @@ def test_nothing_is_said_to_compile_after_the_first_text(kvjax, checkpoint, monk
     timers = (one for one in threading.enumerate() if isinstance(one, threading.Timer))
     ticking = [one for one in timers if one.interval == 60.0 and not one.finished.is_set()]
     assert not ticking
+
+
+def test_a_method_that_drafts_gives_the_text_of_full_attention(kvjax, checkpoint):
+    args = ("--prompt", TEXT, "--max-new-tokens", 8)
+    full = kvjax("generate", checkpoint, *args, "--cache", "full")
+    drafted = kvjax(
+        "generate", checkpoint, *args, "--cache", "fier:budget=8", "--speculate", "self"
+    )
+    assert drafted[:2] == full[:2]
+    assert "drafted tokens accepted" in drafted[2]
+
+
+def test_compare_counts_what_drafts_would_be_right(kvjax, checkpoint):
+    args = ("--cache", "full", "--cache", "fier:budget=8", "--max-new-tokens", 12)
+    found = kvjax(
+        "compare",
+        checkpoint,
+        "--prompt",
+        TEXT,
+        *args,
+        "--speculate",
+        "self",
+        "--drafts",
+        "--json",
+    )
+    full, fier = map(json.loads, found[1].splitlines())
+    assert full["accepted"] == 8
+    assert 0 <= fier["accepted"] <= 8
+    assert fier["same"] == len(full["token_ids"])
+    assert full["tokens_per_step"] is None
+    assert fier["tokens_per_step"] >= 1

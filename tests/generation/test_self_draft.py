@@ -4,16 +4,19 @@ the same cache.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 import kvjax
 from kvjax import Fifo, Retrieval, SelfDraft
-from kvjax.generation.drafts import check_drafts_itself
+from kvjax.generation import draft_length
+from kvjax.generation.drafts import _SelfDrafter, check_drafts_itself
 from kvjax.generation.sampling import sampling
 from kvjax.models import Decoder, DecoderConfig
 
@@ -85,3 +88,51 @@ def test_caches_that_select_nothing_are_refused(model: Decoder, policy: Any) -> 
     cache = jax.eval_shape(lambda: kvjax.init(policy, model.spec(1, 96), layers=CONFIG.layers))
     with pytest.raises(ValueError, match=r"by a selection, and with .* would read as much"):
         check_drafts_itself(cache)
+
+
+def test_a_short_cache_drafts_nothing_and_says_so(model: Decoder) -> None:
+    """It still gives the text of full attention, by steps of one token."""
+    short = dataclasses.replace(POLICY, dense_capacity=128)
+    want = generate(model, kvjax.Full())
+    found = generate(model, short, SelfDraft(tokens=3), measure=True)
+    assert found.rows == want.rows
+    told = found.speculation
+    assert told is not None
+    assert (told.steps, told.drafted) == (sum(map(len, want.rows)), 0)
+    assert told.idle is not None
+    assert "attention to all of them is as fast as a selection" in told.idle
+
+
+def test_a_row_whose_drafts_are_wrong_drafts_less() -> None:
+    """The length follows the acceptance, and the price of a step."""
+    rows, compared = jnp.ones(2, bool), jnp.full(2, 30.0)
+
+    def length(right: float, price: float) -> int:
+        drafter = _SelfDrafter(compared, jnp.full(2, right), jnp.float32(price), 6)
+        return int(drafter.length(rows))
+
+    assert length(0.0, 0.25) == 0
+    assert 0 < length(15.0, 0.25) < length(29.0, 0.25) == 6
+    assert length(29.0, 0.9) < 6
+
+
+def test_drafts_pay_where_the_cache_outweighs_the_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By step times that are known for an H200."""
+    known = {"Fier": 33554432}
+    monkeypatch.setattr(draft_length, "_known", lambda: known)
+    policy = Retrieval(selector=kvjax.Fier(), budget=1024)
+    weights = 3.1e9
+
+    def idle(length: int, batch: int) -> str | None:
+        spec = kvjax.CacheSpec(
+            batch=batch, q_heads=12, kv_heads=2, head_dim=128, capacity=length
+        )
+        cache = jax.eval_shape(lambda: kvjax.init(policy, spec, layers=28))
+        costs = draft_length.step_costs(cache, weights, length)
+        assert costs is not None
+        return draft_length.why_idle(cache, costs, 4)
+
+    assert idle(32768, 24) is None
+    assert "the cache is so short" in (idle(2048, 1) or "")
