@@ -470,20 +470,27 @@ def _select_1bit_limit(kernel: Any, a: Any) -> str | None:
 
 def _select_1bit_mosaic(kernel: Any, a: Any) -> PackedSelection:
     def one_pass(q: Array, candidates: Candidates) -> PackedSelection:
-        pending, slots, steps = candidates.pending, candidates.pending_slots, candidates.steps
-        how: dict[str, Any] = {
-            "scale": a.logits.uncapped,
-            "pending_slots": slots,
-            "local": candidates.local,
-            "steps": steps,
-        }
-        if (
-            pending[0].dtype != a.keys.scale.dtype
-        ):  # the kernel takes scores instead of keys of another dtype
+        steps = candidates.steps
+        pending: tuple[Any, ...] = candidates.pending
+        pending_slots: int | None = candidates.pending_slots
+        if pending[0].dtype != a.keys.scale.dtype:
+            # The kernel takes scores instead of keys of another dtype.
             pending = join_steps(candidates.pending_units(q, a.logits)[0], steps), *pending[1:]
-            how["pending_slots"] = None
-        asked = candidates.span, pending, candidates.k, a.group_reduce, candidates.k_max
-        return PackedSelection(*kernel.select_1bit(q, *a.keys, *asked, **how))
+            pending_slots = None
+        slots, found = kernel.select_1bit(
+            q,
+            *a.keys,
+            candidates.span,
+            pending,
+            candidates.k,
+            a.group_reduce,
+            candidates.k_max,
+            scale=a.logits.uncapped,
+            pending_slots=pending_slots,
+            local=candidates.local,
+            steps=steps,
+        )
+        return PackedSelection(slots, found)
 
     return join_lists(
         [
@@ -535,16 +542,22 @@ def _select_pages_limit(kernel: Any, a: Any) -> str | None:
 
 def _select_pages_mosaic(kernel: Any, a: Any) -> PackedSelection:
     candidates = a.candidates
-    asked = candidates.span, candidates.pending, candidates.k, a.group_reduce, candidates.k_max
-    how = {
-        "unit": a.unit,
-        "scale": a.logits.uncapped,
-        "pending_slots": candidates.pending_slots,
-        "local": candidates.local,
-    }
-    return PackedSelection(
-        *kernel.select_pages(a.q, a.low, a.high, *asked, **how, steps=candidates.steps)
+    slots, found = kernel.select_pages(
+        a.q,
+        a.low,
+        a.high,
+        candidates.span,
+        candidates.pending,
+        candidates.k,
+        a.group_reduce,
+        candidates.k_max,
+        unit=a.unit,
+        scale=a.logits.uncapped,
+        pending_slots=candidates.pending_slots,
+        local=candidates.local,
+        steps=candidates.steps,
     )
+    return PackedSelection(slots, found)
 
 
 @op(
@@ -585,17 +598,21 @@ def _select_4bit_limit(kernel: Any, a: Any) -> str | None:
 
 
 def _select_4bit_mosaic(kernel: Any, a: Any) -> PackedSelection:
-    candidates, fixed = (
-        a.candidates,
-        {"centres": centres(), "turned": turned(a.q.shape[-1], a.seed)},
+    candidates = a.candidates
+    slots, found = kernel.select_4bit(
+        a.q,
+        *a.keys,
+        a.listed,
+        candidates.pending,
+        candidates.k,
+        candidates.k_max,
+        centres=centres(),
+        turned=turned(a.q.shape[-1], a.seed),
+        scale=a.logits.uncapped,
+        pending_slots=candidates.pending_slots,
+        local=candidates.local,
     )
-    how = {
-        "scale": a.logits.uncapped,
-        "pending_slots": candidates.pending_slots,
-        "local": candidates.local,
-    }
-    asked = candidates.pending, candidates.k, candidates.k_max
-    return PackedSelection(*kernel.select_4bit(a.q, *a.keys, a.listed, *asked, **how, **fixed))
+    return PackedSelection(slots, found)
 
 
 @op(

@@ -278,10 +278,14 @@ class Retrieval(SelectedZones):
         return replace(policy, selector=split_selector(self.selector, stripes))
 
     def follower(self, heads: tuple[int, ...] | None = None) -> Follower:
-        zones: dict[str, Any] = {
-            name: getattr(self, name) for name in ("store", "sink", "local", "demote")
-        }
-        return Follower(**zones, unit=self.selector.unit, heads=heads)
+        return Follower(
+            store=self.store,
+            sink=self.sink,
+            local=self.local,
+            demote=self.demote,
+            unit=self.selector.unit,
+            heads=heads,
+        )
 
 
 def _counted(block: Any, count: Array) -> Any:

@@ -181,9 +181,23 @@ class Quantized(Store):
         start: Array,
         recent: Span,
         sink: Span | None,
-        **how: Any,
+        *,
+        logits: Logits,
+        sinks: Array | None = None,
+        part: bool = False,
     ) -> Any:
-        return ops.attend_quantized_zones(q, st.k, st.v, start, st.count, recent, sink, **how)
+        return ops.attend_quantized_zones(
+            q,
+            st.k,
+            st.v,
+            start,
+            st.count,
+            recent,
+            sink,
+            sinks,
+            logits=logits,
+            part=part,
+        )
 
     takes_steps = True
 
