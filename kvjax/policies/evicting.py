@@ -232,42 +232,53 @@ class Evicting(Policy):
     def attend(
         self, st: EvictingState, q: Array, step: Step
     ) -> tuple[Array, EvictingState, Info]:
-        logits, window = step.logits, step.window
-        visible = self._valid(st) & (
-            st.position >= lowest_visible(st.length - 1, window)[:, None, None]
-        )
+        first = lowest_visible(st.length - 1, step.window)
+        visible = self._valid(st) & (st.position >= first[:, None, None])
         positions = jnp.where(visible, st.position, -1)[:, :, None]
         info = Info(jnp.sum(visible, axis=-1, dtype=jnp.float32), None, positions=positions)
-        seen, after = st.evidence, st
-        true_q = q
+
+        at_place = q
         if self.rope is not None:
-            q = self._turned(st, q[:, :, :, None])[:, :, :, 0]
-        if st.due is not None:
-            after = replace(st, due=jnp.zeros_like(st.due))
-        if st.evidence is not None and st.due is not None and self.evictor.arrival is not None:
-            weights = step.weights(q, st.tokens.k, visible[:, :, None])
-            seen = self._see_step(st, weights, step)
-            after = replace(after, evidence=jnp.where(st.due[:, None, None], seen, st.evidence))
-        if st.memory is not None and st.due is not None:
-            memory = self.evictor.see_queries(
-                st.memory, _scaled(true_q[:, :, :, None], step), (st.length - 1)[:, None]
-            )
-            after = replace(
-                after, memory=jnp.where(st.due[:, None, None, None, None], memory, st.memory)
-            )
-        moved, fits = (
-            self._renumbered,
-            window is None or (self.evictor.keeps_newest and st.tokens.slots <= window),
-        )
-        if seen is st.evidence and fits and not moved:
-            return self._attend_held(st, q, step), after, info
+            at_place = self._turned(st, q[:, :, :, None])[:, :, :, 0]
+        after, weighed = self._observed(st, q, at_place, visible[:, :, None], step)
+
+        # One kernel attends to all slots, unless some are hidden by a window or have other
+        # positions, or the logits are computed above anyway.
+        window, moved = step.window, self._renumbered
+        fits = window is None or (self.evictor.keeps_newest and st.tokens.slots <= window)
+        if fits and not weighed and not moved:
+            return self._attend_held(st, at_place, step), after, info
+        seen, logits = visible[:, :, None], step.logits
         if moved:
-            part = self._attend_moved(
-                st, q[:, :, :, None], visible[:, :, None], moved, logits=logits
-            )
-        else:  # the visible slots have gaps, or the logits are computed above anyway
-            part = attend_part(q, st.tokens.k, st.tokens.v, visible[:, :, None], logits=logits)
+            queries = at_place[:, :, :, None]
+            part = self._attend_moved(st, queries, seen, moved, logits=logits)
+        else:
+            part = attend_part(at_place, st.tokens.k, st.tokens.v, seen, logits=logits)
         return merge_sinks(part, step.sinks).out, after, info
+
+    def _observed(
+        self, st: EvictingState, q: Array, at_place: Array, seen: Array, step: Step
+    ) -> tuple[EvictingState, bool]:
+        """The state after the evictor has observed the queries q [B, K, G, D] of rows that are
+        `due`, and whether that took their weights.
+
+        `at_place` are the queries as they attend to the slots `seen` bool[B, K, 1, S].
+        """
+        if st.due is None:
+            return st, False
+        after, weighed = replace(st, due=jnp.zeros_like(st.due)), False
+        if st.evidence is not None and self.evictor.arrival is not None:
+            weights = step.weights(at_place, st.tokens.k, seen)
+            evidence = self._see_step(st, weights, step)
+            weighed = evidence is not st.evidence
+            evidence = jnp.where(st.due[:, None, None], evidence, st.evidence)
+            after = replace(after, evidence=evidence)
+        if st.memory is not None:
+            queries, position = _scaled(q[:, :, :, None], step), (st.length - 1)[:, None]
+            memory = self.evictor.see_queries(st.memory, queries, position)
+            memory = jnp.where(st.due[:, None, None, None, None], memory, st.memory)
+            after = replace(after, memory=memory)
+        return after, weighed
 
     # -------------------------------------------------------------------------------------------------------- prompts
 
