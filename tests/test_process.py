@@ -56,6 +56,13 @@ cache = checkpoint.init_cache("full", capacity=64)
 list(kvjax.stream(checkpoint.model, cache, [[1, 2, 3]], max_new_tokens=9))
 """
 
+ENGINE = """
+checkpoint = kvjax.models.load(directory)
+engine = kvjax.Engine(checkpoint, cache="full", slots=2, capacity=256)
+request, *_ = engine.submit([1, 2, 3], max_new_tokens=4)
+engine.run()
+"""
+
 
 def changes(calls: str, directory: Path) -> dict[str, list]:
     code = PROGRAM.format(directory=str(directory), calls=calls)
@@ -71,7 +78,7 @@ def changes(calls: str, directory: Path) -> dict[str, list]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("calls", [GENERATE], ids=["generate"])
+@pytest.mark.parametrize("calls", [GENERATE, ENGINE], ids=["generate", "engine"])
 def test_a_library_call_changes_nothing_in_its_process(tmp_path, calls):
     assert changes(calls, Path(write_checkpoint(tmp_path / "model"))) == {}
 
