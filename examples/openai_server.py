@@ -5,10 +5,10 @@
 
 DIRECTORY is a checkpoint in Hugging Face format; without it the small model that kvjax ships
 with is served. Routes: POST /v1/completions and /v1/chat/completions (stream, n, stop,
-temperature, top_p, top_k, min_p, seed, max_tokens), GET /v1/models and /health. What the server
-does not know, such as logprobs, is refused. One thread owns the engine and steps it; each
-connection has a queue. A client that leaves cancels its requests, and one that reads slowly
-holds up no other.
+temperature, top_p, top_k, min_p, seed, max_tokens, chat_template_kwargs), GET /v1/models and
+/health. Any other field that would change an answer is refused by name, such as logprobs. One
+thread owns the engine and steps it; each connection has a queue. A client that leaves cancels
+its requests, and one that reads slowly holds up no other.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import json
 import logging
+import reprlib
 import threading
 import time
 import uuid
@@ -27,6 +28,8 @@ from typing import Any
 import jax
 import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -36,18 +39,47 @@ from kvjax.generation import Detokenizer
 from kvjax.generation.sampling import sampling
 from kvjax.serve import EngineBusy
 
-# Fields that change an answer in ways that this server has not.
-UNKNOWN = (
-    "logprobs",
-    "top_logprobs",
-    "logit_bias",
-    "tools",
-    "functions",
-    "suffix",
-    "echo",
-    "presence_penalty",
-)
-UNKNOWN += ("frequency_penalty", "response_format")
+# All fields that a request may have; others are refused by name. Null is as if not given.
+USED = {"model", "stream", "stream_options", "n", "stop", "seed", "max_tokens"}
+USED |= {"temperature", "top_p", "top_k", "min_p"}
+USED_BY = {
+    True: {"messages", "chat_template_kwargs", "max_completion_tokens"},  # chats
+    False: {"prompt"},
+}
+HARMLESS = {
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+}
+# Fields of what this server cannot do, with the values by which a client asks for nothing.
+IDLE: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "logprobs": (False,),
+    "top_logprobs": (),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "suffix": ("",),
+    "echo": (False,),
+    "ignore_eos": (False,),
+    "min_tokens": (0,),
+    "stop_token_ids": ([],),
+}
+MOST_BYTES = 16 * 2**20  # of a request
+MOST_STOPS = 16  # stop strings of a request
+LONGEST_STOP = 200  # characters
+
+
+brief = reprlib.Repr(maxstring=120, maxother=120).repr
 
 
 class Serving:
@@ -78,6 +110,13 @@ class Serving:
         loop, queue = self._queues.get(id(request), (None, None))
         if loop is not None and queue is not None:
             loop.call_soon_threadsafe(queue.put_nowait, None)
+
+    def words(self, error: Exception) -> str:
+        """An error as clients may read it: they need not know where files are."""
+        folder, text = self.checkpoint.directory, str(error)
+        for path in (folder.resolve(), folder):
+            text = text.replace(str(path), self.name)
+        return text
 
     async def submit(self, prompts: list[Any], **settings: Any) -> list[Any]:
         requests: list[Any] = []
@@ -136,27 +175,72 @@ class Pieces:
         if ends:
             self._held, self.stopped = "", True
             return text[: min(ends)]
-        keep = (
-            0
-            if last
-            else max(
-                (n for s in self._stops for n in range(1, len(s)) if text.endswith(s[:n])),
-                default=0,
-            )
-        )
-        self._held = text[len(text) - keep :] if keep else ""
+        keep = 0 if last else max((held_back(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
 
+def held_back(text: str, stop: str) -> int:
+    """How many of the last characters of a text may be the beginning of a stop string."""
+    tail = text[max(len(text) - len(stop) + 1, 0) :]
+    return next((len(tail) - i for i in range(len(tail)) if stop.startswith(tail[i:])), 0)
+
+
 def refuse(status: int, message: str, code: str, **headers: str) -> Response:
-    error = {"message": message, "type": "invalid_request_error", "code": code}
+    error = {
+        "message": message,
+        "type": "invalid_request_error" if status < 500 else "server_error",
+        "param": None,
+        "code": code,
+    }
     return JSONResponse({"error": error}, status, headers=headers)
 
 
-def text_of(message: dict[str, Any]) -> str:
-    """The content of a message, which may be a text or a list of parts. Most chat templates
-    know texts alone, and would spell a list as Python does."""
-    content = message.get("content")
+class NoSuchModel(ValueError):
+    """A request for another model than the one that is served."""
+
+
+def check_fields(body: Any, chat: bool, name: str) -> None:
+    """Raises ValueError for a field that this server does not know, or cannot follow."""
+    if not isinstance(body, dict):
+        raise ValueError(f"the request must be a JSON object, got {brief(body)}")
+    given = {field: value for field, value in body.items() if value is not None}
+    if given.get("model", name) != name:
+        raise NoSuchModel(
+            f"the model {brief(given['model'])} does not exist; this server has {name!r}"
+        )
+    if given.get("best_of", given.get("n", 1)) != given.get("n", 1):
+        raise ValueError("this server takes no best_of other than n")
+    known = USED | USED_BY[chat] | HARMLESS | {"best_of"}
+    for field in given.keys() - known:
+        idle = IDLE.get(field, ())
+        # By type, too: 0 asks for log probabilities, and false does not.
+        value = given[field]
+        numbers = type(value) in (int, float)
+        same = [one for one in idle if one == value and (type(one) is type(value) or numbers)]
+        if not same or (numbers and any(isinstance(one, bool) for one in same)):
+            raise ValueError(f"this server takes no {brief(field)}: {brief(value)}")
+    for field, kind in (
+        ("stream", bool),
+        ("stream_options", dict),
+        ("chat_template_kwargs", dict),
+    ):
+        if not isinstance(given.get(field, kind()), kind):
+            what = "true or false" if kind is bool else "an object"
+            raise ValueError(f"{field} must be {what}, got {brief(given[field])}")
+
+
+def message_of(message: Any) -> dict[str, Any]:
+    """A message with its content as one text, which a client may give in parts. Most chat
+    templates know texts alone, and would spell a list as Python does.
+
+    Beside tool calls there may be no content, and templates read their arguments as objects.
+    """
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ValueError(f"each message needs a role, and a content; got {brief(message)}")
+    content, calls = message.get("content"), message.get("tool_calls")
+    if content is None and calls:
+        content = ""
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts = [
         part.get("text")
@@ -164,24 +248,48 @@ def text_of(message: dict[str, Any]) -> str:
         if isinstance(part, dict) and part.get("type") == "text"
     ]
     known = [text for text in texts if isinstance(text, str)]
-    if not isinstance(message.get("role"), str) or len(known) < len(parts):
+    if len(known) < len(parts):
         raise ValueError(
-            f"each message needs a role, and as content a text or parts of type text; got {message!r}"
+            f"each message needs a role, and as content a text or parts of type text; got {brief(message)}"
         )
-    return "\n".join(known)
+    found = {**message, "content": "\n".join(known)}
+    if calls:
+        found["tool_calls"] = [call_of(call) for call in calls]
+    return found
+
+
+def call_of(call: Any) -> dict[str, Any]:
+    """A tool call with its arguments as an object."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise ValueError(f"each of tool_calls needs a function, got {brief(call)}")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def stops_of(stop: Any) -> list[str]:
+    """The stop strings of a request."""
+    stops = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, list) or not all(isinstance(one, str) and one for one in stops):
+        raise ValueError(
+            f"stop must be a text or a list of texts, none of them empty; got {brief(stop)}"
+        )
+    if len(stops) > MOST_STOPS or any(len(one) > LONGEST_STOP for one in stops):
+        raise ValueError(
+            f"stop takes at most {MOST_STOPS} texts of at most {LONGEST_STOP} characters"
+        )
+    return stops
 
 
 def settings_of(
-    body: dict[str, Any], checkpoint: Any, chat: bool
+    body: Any, serving: Serving, chat: bool
 ) -> tuple[list[Any], list[str], dict[str, Any]]:
     """Prompts, stop strings, and what `Engine.submit` takes. Raises ValueError for what cannot
     be served.
     """
-    if not isinstance(body, dict):
-        raise ValueError(f"the request must be a JSON object, got {body!r}")
-    for name in UNKNOWN:
-        if body.get(name):
-            raise ValueError(f"this server takes no {name}")
+    check_fields(body, chat, serving.name)
 
     def known(*names: str, default: Any) -> Any:
         return next((body[name] for name in names if body.get(name) is not None), default)
@@ -194,38 +302,43 @@ def settings_of(
             and all(isinstance(message, dict) for message in prompt)
         ):
             raise ValueError(
-                f"messages must be a list of objects with role and content, got {prompt!r}"
+                f"messages must be a list of objects with role and content, got {brief(prompt)}"
             )
-        prompt = [{**message, "content": text_of(message)} for message in prompt]
-    if not isinstance(known("stream_options", default={}), dict):
-        raise ValueError(f"stream_options must be an object, got {body['stream_options']!r}")
+        prompt = [message_of(message) for message in prompt]
     several = (
         not chat
         and isinstance(prompt, list)
         and bool(prompt)
         and not isinstance(prompt[0], int)
     )
-    stops = [stops] if isinstance(stops := known("stop", default=[]), str) else stops
-    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise ValueError(
-            f"stop must be a text or a list of texts, none of them empty; got {stops!r}"
-        )
     seed = known("seed", default=uuid.uuid4().int % 2**31)
     if type(seed) is not int or not 0 <= seed < 2**32:
-        raise ValueError(f"seed must be an integer from 0 to 2**32 - 1, got {seed!r}")
+        raise ValueError(f"seed must be an integer from 0 to 2**32 - 1, got {brief(seed)}")
     filters = {name: body.get(name) for name in ("top_p", "top_k", "min_p")}
+    if filters["top_k"] in (-1, 0) and type(filters["top_k"]) is int:
+        filters["top_k"] = None  # other servers' words for all tokens
     draws = sampling(known("temperature", default=1.0), **filters)
-    return (
-        prompt if several else [prompt],
-        stops,
-        {
-            "max_new_tokens": known("max_completion_tokens", "max_tokens", default=128),
-            "n": known("n", default=1),
-            "sampling": draws,
-            "key": None if draws.greedy else jax.random.key(seed),
-            "stop_tokens": checkpoint.chat_stop_tokens if chat else checkpoint.stop_tokens,
-        },
-    )
+    settings = {
+        "max_new_tokens": known("max_completion_tokens", "max_tokens", default=128),
+        "n": known("n", default=1),
+        "sampling": draws,
+        "key": None if draws.greedy else jax.random.key(seed),
+    }
+    checkpoint = serving.checkpoint
+    settings["stop_tokens"] = checkpoint.chat_stop_tokens if chat else checkpoint.stop_tokens
+    if chat:
+        settings["template"] = known("chat_template_kwargs", default=None)
+    return prompt if several else [prompt], stops_of(known("stop", default=[])), settings
+
+
+async def body_of(http: HttpRequest) -> Any:
+    """The JSON of a request, parsed beside the event loop."""
+    raw = bytearray()
+    async for part in http.stream():
+        raw += part
+        if len(raw) > MOST_BYTES:
+            raise ValueError(f"a request may have at most {MOST_BYTES} bytes")
+    return await asyncio.to_thread(json.loads, bytes(raw))
 
 
 async def unless_gone(http: HttpRequest, work: Any) -> Any:
@@ -241,16 +354,21 @@ async def unless_gone(http: HttpRequest, work: Any) -> Any:
 async def answer(http: HttpRequest, chat: bool) -> Response:
     serving: Serving = http.app.state.serving
     try:
-        body = await http.json()
-        prompts, stops, settings = settings_of(body, serving.checkpoint, chat)
+        body = await body_of(http)
+        prompts, stops, settings = await asyncio.to_thread(settings_of, body, serving, chat)
         requests = await serving.submit(prompts, **settings)
+    except ClientDisconnect:
+        return Response(status_code=499)  # which nobody reads
     except EngineBusy as busy:
-        return refuse(429, str(busy), "engine_busy", **{"Retry-After": "1"})
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        what = f"the request lacks {error}" if isinstance(error, KeyError) else str(error)
+        return refuse(429, serving.words(busy), "engine_busy", **{"Retry-After": "1"})
+    except NoSuchModel as error:
+        return refuse(404, serving.words(error), "model_not_found")
+    except (KeyError, TypeError, ValueError, RecursionError, FileNotFoundError) as error:
+        lacks = isinstance(error, KeyError)
+        what = f"the request lacks {error}" if lacks else serving.words(error)
         return refuse(400, what, "cannot_be_served")
     except RuntimeError as error:
-        return refuse(500, str(error), "engine_failed")
+        return refuse(500, serving.words(error), "engine_failed")
 
     kind = ("chat.completion" if chat else "text_completion") + (
         ".chunk" if chat and body.get("stream") else ""
@@ -269,7 +387,8 @@ async def answer(http: HttpRequest, chat: bool) -> Response:
                 break
         rest = "" if text.stopped else text.push([], last=True)
         if request.reason == "error":
-            raise RuntimeError(f"the answer ended by an error: {request.error}")
+            why = serving.words(request.error)
+            raise RuntimeError(f"the answer ended by an error: {why}")
         yield rest, "length" if request.reason == "length" and not text.stopped else "stop"
 
     def usage() -> dict[str, int]:
@@ -287,7 +406,7 @@ async def answer(http: HttpRequest, chat: bool) -> Response:
         try:
             found = await unless_gone(http, whole())
         except RuntimeError as error:
-            return refuse(500, str(error), "answer_failed")
+            return refuse(500, serving.words(error), "answer_failed")
         finally:
             serving.cancel(requests)
         choices = []
@@ -391,6 +510,13 @@ async def health(http: HttpRequest) -> Response:
     return JSONResponse({"status": "ok", "decoding": stats.decoding, "waiting": stats.waiting})
 
 
+async def not_served(http: HttpRequest, error: Any) -> Response:
+    """An address or a method that this server has not, as OpenAI's clients read it."""
+    code = "method_not_allowed" if error.status_code == 405 else "unknown_url"
+    what = f"{error.detail}: {http.method} {http.url.path}"
+    return refuse(error.status_code, what, code, **(error.headers or {}))
+
+
 def make_app(
     checkpoint: Any, name: str, *, prefix_bytes: int = 2**30, **settings: Any
 ) -> Starlette:
@@ -405,7 +531,8 @@ def make_app(
             Route("/v1/chat/completions", chat_completions, methods=["POST"]),
             Route("/v1/models", models),
             Route("/health", health),
-        ]
+        ],
+        exception_handlers={HTTPException: not_served},
     )
     app.state.serving = Serving(engine, name, checkpoint)
     return app

@@ -42,7 +42,6 @@ from kvjax.evaluate.accuracy import cut, question_columns
 from kvjax.evaluate.caches import check_rows, make_rows
 from kvjax.evaluate.plan import Answer, Plan, feed, prepare, run
 from kvjax.evaluate.tasks import Example
-from kvjax.generation.processors import Processors
 from kvjax.models import Checkpoint
 from kvjax.serve import Engine
 from kvjax.spec import padded_capacity, require_int
@@ -232,7 +231,6 @@ class KvjaxLM(TemplateLM):
             "chunk": None,
             "prompt_tokens": capacity,
             "max_waiting": len(asked),
-            "processors": Processors(),
         }
         engine = Engine(
             self.checkpoint,

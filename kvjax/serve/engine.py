@@ -356,6 +356,7 @@ class Engine:
         sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
         key: Array | None = None,
         stop_tokens: int | Iterable[int] | None = None,
+        template: Mapping[str, Any] | None = None,
     ) -> list[Request]:
         """Adds n requests for answers to one prompt, which is read once; any thread may call
         it.
@@ -366,6 +367,7 @@ class Engine:
           sampling, key: how tokens are drawn, as in `kvjax.generate` with a batch of n rows of
             this prompt.
           stop_tokens: at most 16 ids that end the answer.
+          template: settings of the chat template, as in `Checkpoint.generate`.
 
         Raises:
           EngineBusy: `max_waiting` requests are waiting.
@@ -377,7 +379,7 @@ class Engine:
             raise ValueError(
                 f"submit(n={n}) asks for more answers than may wait: max_waiting={self.max_waiting}"
             )
-        ids, stop = self._encoded(prompt, stop_tokens)
+        ids, stop = self._encoded(prompt, stop_tokens, template)
         tokens, lengths = pad_prompt(token_ids(ids), rows=1)
         stops = stop_ids(
             check_request(
@@ -995,15 +997,21 @@ class Engine:
 
     # ------------------------------------------------------------------ the books
 
-    def _encoded(self, prompt: Any, stop_tokens: Any) -> tuple[Any, Any]:
+    def _encoded(
+        self, prompt: Any, stop_tokens: Any, template: Mapping[str, Any] | None
+    ) -> tuple[Any, Any]:
         """A prompt as token ids, and the stop tokens of its request."""
         checkpoint = self._checkpoint
         chat = (
             isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping)
         )
+        if template is not None and (checkpoint is None or not chat):
+            raise ValueError(
+                "submit(template=...) is for chat messages to an engine of a checkpoint, whose template takes it"
+            )
         ids = prompt
         if checkpoint is not None and (chat or isinstance(prompt, str)):
-            ids = checkpoint.encode(prompt)
+            ids = checkpoint.encode(prompt, template=template)
         if stop_tokens is not None:
             return ids, stop_tokens
         if self._stop_tokens is not None or checkpoint is None:

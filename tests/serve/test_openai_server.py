@@ -7,6 +7,8 @@ import socket
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
@@ -198,6 +200,7 @@ def test_what_cannot_be_served_is_said(url, app):
         for message in (
             {"content": "a"},
             *({"role": "user", "content": what} for what in (None, 5, image, [5])),
+            {"role": "assistant", "content": None, "tool_calls": []},
         ):
             with pytest.raises(openai.BadRequestError, match="each message needs a role"):
                 await client.post(
@@ -233,6 +236,151 @@ def test_what_cannot_be_served_is_said(url, app):
         choice.finish_reason in ("length", "stop") for one in served for choice in one.choices
     )
     idle(app)
+
+
+HELLO = [{"role": "user", "content": "Hi"}]
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+TAKEN = [
+    {"prompt": "a", **more}
+    for more in (
+        {"logprobs": None, "best_of": 1, "user": "me", "suffix": "", "echo": False},
+        {"n": 2, "best_of": 2},
+        {"top_k": -1},
+        {"top_k": 0},
+        {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0},
+        {"ignore_eos": False, "min_tokens": 0, "stop_token_ids": [], "logit_bias": {}},
+        {"stop": ["x" * 200] * 16},
+    )
+] + [
+    {"messages": HELLO, **more}
+    for more in (
+        {"logprobs": False, "response_format": {"type": "text"}, "tool_choice": "none"},
+        {"tools": [], "store": False, "metadata": {"a": "b"}, "parallel_tool_calls": True},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"messages": [*HELLO, {"role": "assistant", "content": None, "tool_calls": [CALL]}]},
+    )
+]
+REFUSED = {
+    name: ("completions", {"prompt": "a", **body}, words)
+    for name, body, words in (
+        ("zero logprobs", {"logprobs": 0}, "no 'logprobs': 0"),
+        ("another best_of", {"best_of": 3}, "best_of"),
+        ("penalty", {"repetition_penalty": 1.2}, "repetition_penalty"),
+        ("repetition as a flag", {"repetition_penalty": True}, "repetition_penalty"),
+        ("ignore_eos", {"ignore_eos": True}, "ignore_eos"),
+        ("min_tokens", {"min_tokens": 3}, "min_tokens"),
+        ("stop_token_ids", {"stop_token_ids": [3]}, "stop_token_ids"),
+        ("no field", {"never_heard_of": 1}, "never_heard_of"),
+        ("messages of a completion", {"messages": HELLO}, "messages"),
+        ("stream as text", {"stream": "false"}, "stream must be true or false"),
+        ("stream as a number", {"stream": 1}, "stream must be true or false"),
+        ("long stop", {"stop": "x" * 201}, "at most 200 characters"),
+        ("many stops", {"stop": ["x"] * 17}, "at most 16 texts"),
+    )
+} | {
+    name: ("chat/completions", {"messages": HELLO, **body}, words)
+    for name, body, words in (
+        ("logprobs", {"logprobs": True}, "logprobs"),
+        ("tool choice", {"tool_choice": "required"}, "tool_choice"),
+        ("format", {"response_format": {"type": "json_object"}}, "response_format"),
+        ("prompt of a chat", {"prompt": "a"}, "prompt"),
+        ("template", {"chat_template_kwargs": 5}, "must be an object"),
+        ("content", {"messages": [{"role": "assistant", "content": None}]}, "content"),
+    )
+}
+
+
+def post(url, body, route="completions"):
+    """Status and body of a request in plain HTTP."""
+    asked = {"max_tokens": 1, "temperature": 0, **body}
+    return send(f"{url}/{route}", json.dumps(asked).encode())
+
+
+def send(url, data, method="POST"):
+    request = urllib.request.Request(
+        url, data, {"Content-Type": "application/json"}, method=method
+    )
+    try:
+        with urllib.request.urlopen(request) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+@pytest.mark.parametrize("body", TAKEN, ids=lambda body: ",".join(body)[:60])
+def test_fields_that_change_nothing_are_taken(url, body):
+    route = "chat/completions" if "messages" in body else "completions"
+    status, found = post(url, body, route)
+    assert status == 200, found
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_fields_that_would_change_an_answer_are_refused_by_name(url, case):
+    route, body, words = REFUSED[case]
+    status, found = post(url, body, route)
+    assert status == 400
+    assert words in found["error"]["message"]
+
+
+def test_errors_have_the_form_of_openai_and_no_paths(url, app):
+    status, found = post(url, {"prompt": "a", "model": "gpt-0"})
+    assert (status, found["error"]["code"]) == (404, "model_not_found")
+    status, found = send(url + "/embeddings", b"{}")
+    assert (status, found["error"]["code"]) == (404, "unknown_url")
+    status, found = send(url + "/completions", None, method="GET")
+    assert (status, found["error"]["code"]) == (405, "method_not_allowed")
+    for raw in (b"{", b"[" * 100_000, b'{"prompt": ' + b"9" * 10_000 + b"}"):
+        status, found = send(url + "/completions", raw)
+        assert status == 400
+    serving = app.state.serving
+    told = serving.words(ValueError(f"{serving.checkpoint.directory}/x has no tokenizer"))
+    assert told == "tiny/x has no tokenizer"
+
+
+def test_a_request_that_is_too_long_is_refused(url, monkeypatch):
+    monkeypatch.setattr(sys.modules["openai_server"], "MOST_BYTES", 1000)
+    status, found = post(url, {"prompt": "a" * 1000})
+    assert status == 400
+    assert "at most 1000 bytes" in found["error"]["message"]
+
+
+def test_a_client_that_leaves_while_it_sends_leaves_no_traceback(url, app, caplog):
+    address = urlsplit(url)
+    for _ in range(5):
+        with socket.create_connection((address.hostname, address.port)) as talk:
+            head = f"POST {address.path}/completions HTTP/1.1\r\nHost: x\r\n"
+            talk.sendall(f"{head}Content-Length: 1000\r\n\r\n{{".encode())
+    time.sleep(0.5)
+    assert post(url, {"prompt": "a"})[0] == 200
+    assert not [record for record in caplog.records if record.exc_info]
+    idle(app)
+
+
+@pytest.mark.parametrize("text", ["a" * 999, "ab" * 500, "a" * 500 + "b"])
+def test_what_is_held_back_may_be_the_beginning_of_a_stop(text):
+    held_back = sys.modules["openai_server"].held_back
+    for stop in ("a", "ab", "aab", "a" * 200, "a" * 199 + "b", "b" * 200, "ba" * 100):
+        expected = max((n for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+        assert held_back(text, stop) == expected
+
+
+def test_settings_of_the_template_reach_it(url, app, monkeypatch):
+    seen = []
+    checkpoint = app.state.serving.checkpoint
+    encode = type(checkpoint).encode
+
+    def watch(self, prompt, *, template=None):
+        seen.append(template)
+        return encode(self, prompt, template=template)
+
+    monkeypatch.setattr(type(checkpoint), "encode", watch)
+    status, _ = post(
+        url, {"messages": HELLO, "chat_template_kwargs": {"tools": []}}, "chat/completions"
+    )
+    assert status == 200
+    assert seen == [{"tools": []}]
+    with pytest.raises(ValueError, match="is for chat messages"):
+        app.state.serving.engine.submit("a", template={})
 
 
 def test_a_client_that_leaves_frees_its_slot_and_changes_no_other(url, app, checkpoint):
