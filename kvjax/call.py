@@ -275,7 +275,7 @@ def without_padding(k: Array, v: Array, count: Array) -> tuple[Array, Array]:
     """Returns k, v [B, T, K, D] with zeros past the first `count` i32[B] tokens: padding has
     weight 0, but 0 * NaN is NaN.
     """
-    real = (jnp.arange(k.shape[1])[None] < count[:, None])[..., None, None]
+    real = (jnp.arange(k.shape[1], dtype=jnp.int32)[None] < count[:, None])[..., None, None]
     k = jnp.where(real, k, jnp.zeros((), k.dtype))
     v = jnp.where(real, v, jnp.zeros((), v.dtype))
     return k, v

@@ -676,7 +676,7 @@ class Decoder(nnx.Module):
         `final` i32[B] are the lengths of the texts, on which RoPE depends in some models.
         """
         if positions.ndim == 1:
-            positions = positions[:, None] + jnp.arange(tokens.shape[1])[None]
+            positions = positions[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         # the embedding of a padding token is meaningless, but must be finite: it is clipped
         x, config = embed(self.embedding[...], tokens), self.config
         if config.embedding_scale != 1:

@@ -84,7 +84,9 @@ def trunk(model: Decoder, table: Array, tokens: Array) -> Array:
     """
     x = table.at[tokens].get(mode="clip").astype(model.embedding.dtype)
     cos, sin = rope.angles(
-        model.config.rope, jnp.arange(tokens.shape[1])[None], model.config.rotated
+        model.config.rope,
+        jnp.arange(tokens.shape[1], dtype=jnp.int32)[None],
+        model.config.rotated,
     )
     for layer in model.layers:
         x, _, _ = layer(x, cos, sin, None)
@@ -115,7 +117,7 @@ def _by_chunks(
     def one(d_table: Array, part: tuple[Array, Array, Array]) -> tuple[Array, Any]:
         x, targets, weights = part
         logits = jnp.einsum("nd,vd->nv", x, table, preferred_element_type=jnp.float32)
-        hit = targets[:, None] == jnp.arange(table.shape[0])[None]
+        hit = targets[:, None] == jnp.arange(table.shape[0], dtype=jnp.int32)[None]
         total = jax.nn.logsumexp(logits, axis=-1)
         wanted = jnp.sum(jnp.where(hit, logits, 0.0), axis=-1)
         seen = total - wanted, wanted >= jnp.max(logits, axis=-1)

@@ -341,7 +341,9 @@ def _insert_on_parts(cache: Any, prefix: Any, row: Array) -> Any:
         return merged
     with own_axes(cache):
         rows = as_rows(cache, cache.rotated_for)
-        new = jnp.where(jnp.arange(rows.size) == row, to_context(prefix.rotated_for), rows)
+        new = jnp.where(
+            jnp.arange(rows.size, dtype=jnp.int32) == row, to_context(prefix.rotated_for), rows
+        )
     return dataclasses.replace(merged, rotated_for=new)
 
 

@@ -171,7 +171,9 @@ class HeadBudgets(Evicting):
         return min(self.budget, slots)
 
     def _valid(self, st: Any) -> Array:
-        return jnp.arange(st.tokens.slots)[None, None] < st.head_counts[..., None]
+        return (
+            jnp.arange(st.tokens.slots, dtype=jnp.int32)[None, None] < st.head_counts[..., None]
+        )
 
     def _slot(self, st: Any, end: Array) -> Array:
         return jnp.where(
@@ -183,7 +185,7 @@ class HeadBudgets(Evicting):
         (B, K, _), share = worth.shape, self._share(slots)
         own = ops.top_k(worth, eligible, slots)  # highest worth first
         worth = jnp.take_along_axis(worth, own.slots, axis=-1)
-        certain = jnp.arange(slots) < min(self.head_bounds[0], share)
+        certain = jnp.arange(slots, dtype=jnp.int32) < min(self.head_bounds[0], share)
         worth = jnp.where(certain[None, None], jnp.inf, worth)
         # Ties go to the head in which the token ranks higher.
         line, valid = (jnp.swapaxes(a, 1, 2).reshape(B, 1, -1) for a in (worth, own.valid))

@@ -139,7 +139,8 @@ class LayerWide(Wrapper):
         layer = [(part.reshape(B, 1, -1, part.shape[3]), valid) for part, valid in parts]
         best = ops.top_k_grouped(layer, self.group_reduce, candidates.k_max)
         valid = best.valid & (
-            jnp.arange(candidates.k_max)[None, None, None] < candidates.of_groups(candidates.k)
+            jnp.arange(candidates.k_max, dtype=jnp.int32)[None, None, None]
+            < candidates.of_groups(candidates.k)
         )
         shape = (B, K, 1, candidates.k_max)
         units = Selection(jnp.broadcast_to(best.slots, shape), jnp.broadcast_to(valid, shape))

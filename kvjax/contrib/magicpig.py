@@ -455,7 +455,7 @@ class Sampled(Zoned):
         slot = jnp.arange(st.store.slots, dtype=jnp.int32)
         taken = self._collide(st, q, seen, slot)
         sample = ops.top_k(jnp.broadcast_to(_order(slot), taken.shape), taken, self._room(st))
-        return sample, self._share(st, seen, jnp.sum(taken, axis=-1))
+        return sample, self._share(st, seen, jnp.sum(taken, axis=-1, dtype=jnp.int32))
 
     def _room(self, st: ZonedState) -> int:
         """The most tokens of the history that a query head of `st` reads."""
@@ -502,7 +502,9 @@ class Sampled(Zoned):
 
         def estimate_few(sample: Selection) -> tuple[PartialAttention, Array]:
             part, log_weights = estimate(Selection(*(a[..., :few] for a in sample)))
-            return part, jnp.zeros(sample.slots.shape).at[..., :few].set(log_weights)
+            return part, jnp.zeros(sample.slots.shape, jnp.float32).at[..., :few].set(
+                log_weights
+            )
 
         if reaches_gpus() or few == 0:
             return estimate(sample)
@@ -543,7 +545,9 @@ class Sampled(Zoned):
     ) -> Info:
         B, K, G, _ = sample.slots.shape
         read = seen.recent.size + (0 if seen.sink is None else seen.sink.size)
-        attended = jnp.mean(jnp.sum(sample.valid, axis=-1), axis=-1, dtype=jnp.float32)
+        attended = jnp.mean(
+            jnp.sum(sample.valid, axis=-1, dtype=jnp.int32), axis=-1, dtype=jnp.float32
+        )
         attended += read[:, None].astype(jnp.float32)
 
         def exact(slots: int, count: Array, offset: Array) -> Array:

@@ -237,11 +237,14 @@ class Mixed(Evicting):
 
         low = st.low
         if max_chunks > 0:
-            low = self.store.append(low, *line(jnp.arange(max_chunks * W)[None]), chunks * W)
+            low = self.store.append(
+                low, *line(jnp.arange(max_chunks * W, dtype=jnp.int32)[None]), chunks * W
+            )
         left = total - chunks * W
-        valid = (jnp.arange(W)[None] < left[:, None])[:, None]
+        valid = (jnp.arange(W, dtype=jnp.int32)[None] < left[:, None])[:, None]
         rest_k, rest_v = (
-            keep_valid(a, valid) for a in line(chunks[:, None] * W + jnp.arange(W)[None])
+            keep_valid(a, valid)
+            for a in line(chunks[:, None] * W + jnp.arange(W, dtype=jnp.int32)[None])
         )
         pending = Block(rest_k, rest_v, jnp.minimum(left, W))
         return self._with_next(

@@ -172,7 +172,7 @@ class ProductCodes(Selector):
         first = (
             lax.div(lax.broadcasted_iota(jnp.int32, (B, K, G, S), 3), jnp.int32(self.learn)) * C
         )
-        channel = jnp.arange(D) // (D // self.parts)
+        channel = jnp.arange(D, dtype=jnp.int32) // (D // self.parts)
 
         def looked_up(part: int) -> Array:
             # A query of one part only: so the centroids are read as they lie. XLA looks up and
@@ -197,7 +197,7 @@ class ProductCodes(Selector):
         A centroid without points stays where it is.
         """
         C, n = 2**self.bits, points.shape[3]
-        start = points[:, :, :, jnp.arange(C) * n // C]
+        start = points[:, :, :, jnp.arange(C, dtype=jnp.int32) * n // C]
 
         def improve(_: Array, books: Array) -> Array:
             own = jax.nn.one_hot(_nearest(points, books), C, dtype=jnp.float32)

@@ -162,9 +162,10 @@ class Compensated(Policy):
                 & (position < end[:, None, None])
             )
 
-        used = jnp.arange(kept.tokens.slots)[None] < kept.tokens.count[:, None]
+        used = jnp.arange(kept.tokens.slots, dtype=jnp.int32)[None] < kept.tokens.count[:, None]
         coming = jnp.broadcast_to(
-            (kept.length[:, None] + jnp.arange(T)[None])[:, None], (*k.shape[:2], T)
+            (kept.length[:, None] + jnp.arange(T, dtype=jnp.int32)[None])[:, None],
+            (*k.shape[:2], T),
         )
         sources = (
             (leaves(kept.position) & used[:, None], kept.tokens.k, kept.tokens.v),

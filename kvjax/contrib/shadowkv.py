@@ -238,7 +238,9 @@ class LowRank(Store):
         )
         count = jnp.minimum(count, st.slots - st.count)
         plain = self._turn(
-            k.astype(jnp.float32), st.count[:, None] + jnp.arange(k.shape[2])[None], back=True
+            k.astype(jnp.float32),
+            st.count[:, None] + jnp.arange(k.shape[2], dtype=jnp.int32)[None],
+            back=True,
         )
         starts = (st.count == 0) & (count > 0)
 
@@ -292,8 +294,8 @@ class LowRank(Store):
         """
         B, K, T, D = k.shape
         Z, limit, n = self.page, self.outliers, T // self.page
-        new_pages = at[:, None] // Z + jnp.arange(n)[None]
-        new = jnp.arange(n)[None] < (count // Z)[:, None]
+        new_pages = at[:, None] // Z + jnp.arange(n, dtype=jnp.int32)[None]
+        new = jnp.arange(n, dtype=jnp.int32)[None] < (count // Z)[:, None]
         cosine = jnp.where(new[:, None], _smallest_cosine(k, Z), EMPTY)
         line = jnp.concatenate([st.cosine.reshape(B, K, limit), cosine], axis=2)
         order = jnp.argsort(line, axis=2, stable=True)[
@@ -306,7 +308,9 @@ class LowRank(Store):
         pages = jnp.where(
             kept < EMPTY, jnp.take_along_axis(pages, order, axis=2), st.place.shape[2]
         )
-        place = put_last(jnp.full_like(st.place, -1), pages, jnp.arange(limit)[None, None])
+        place = put_last(
+            jnp.full_like(st.place, -1), pages, jnp.arange(limit, dtype=jnp.int32)[None, None]
+        )
 
         def take(resident: Array, x: Array) -> Array:
             both = jnp.concatenate(
@@ -351,7 +355,9 @@ class LowRank(Store):
         B, K, P = st.place.shape
         place = jnp.where(self.kept(st), st.place, self.outliers)
         return put_last(
-            jnp.zeros((B, K, self.outliers), jnp.int32), place, jnp.arange(P)[None, None]
+            jnp.zeros((B, K, self.outliers), jnp.int32),
+            place,
+            jnp.arange(P, dtype=jnp.int32)[None, None],
         )
 
     def attend_chunk(
@@ -632,6 +638,7 @@ class OutlierRetrieval(Retrieval):
         at = jnp.where(valid, self.positions(st, slots), -1)
         at = jnp.broadcast_to(at, (*at.shape[:2], H, at.shape[3]))
         return info._replace(
-            attended=info.attended + jnp.sum(valid[:, :, 0], axis=-1).astype(jnp.float32),
+            attended=info.attended
+            + jnp.sum(valid[:, :, 0], axis=-1, dtype=jnp.int32).astype(jnp.float32),
             positions=jnp.concatenate([info.positions, at], axis=-1),
         )

@@ -144,7 +144,8 @@ def _store(layer: Any, key: jax.Array, count: jax.Array, spec: CacheSpec) -> Any
     shape = spec.batch, spec.kv_heads, CHUNK, spec.head_dim
     k, v = (jax.random.normal(own, shape, spec.dtype) for own in jax.random.split(key))
     return dataclasses.replace(
-        layer, state=layer.policy.prefill(layer.state, k, v, jnp.full(spec.batch, count))
+        layer,
+        state=layer.policy.prefill(layer.state, k, v, jnp.full(spec.batch, count, jnp.int32)),
     )
 
 

@@ -162,7 +162,7 @@ def feed(
     targets[b, t] is scored by the logits after tokens[b, t]. A row without tokens left is
     inactive, and keeps its logits.
     """
-    rows = jnp.arange(tokens.shape[0])
+    rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     zero = jnp.sum(logits[:0], dtype=jnp.float32)  # on the devices of the logits
 
     def step(t: Array, fed: Fed) -> Fed:

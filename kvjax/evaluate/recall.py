@@ -164,7 +164,7 @@ def store_prompt(
     """Stores the tokens [start, stop) of k, v [B, K, S, D] as one chunk of a prompt, padded to
     S.
     """
-    at = start + jnp.arange(k.shape[2])
+    at = start + jnp.arange(k.shape[2], dtype=jnp.int32)
     kt, vt = (jnp.take(a, at, axis=2, mode="clip") for a in (k, v))
     count = jnp.full(k.shape[0], stop - start, jnp.int32)
     return replace(cache, state=cache.policy.prefill(cache.state, kt, vt, count))
@@ -205,7 +205,7 @@ def _run(
         error = jnp.linalg.norm(off, axis=-1) / jnp.maximum(
             jnp.linalg.norm(exact, axis=-1), jnp.finfo(jnp.float32).tiny
         )
-        none = jnp.full((B, spec.q_heads), jnp.nan)
+        none = jnp.full((B, spec.q_heads), jnp.nan, jnp.float32)
         seen = _Step(
             none,
             none,
@@ -230,9 +230,11 @@ def _run(
         stored, pending = (
             jnp.broadcast_to(jnp.asarray(a), B) for a in (seen.stored, seen.pending)
         )
-        return cache, seen._replace(stored=stored, pending=pending, read=jnp.zeros(B))
+        return cache, seen._replace(
+            stored=stored, pending=pending, read=jnp.zeros(B, jnp.float32)
+        )
 
-    return lax.scan(step, cache, (q, start + jnp.arange(q.shape[0])))[1]
+    return lax.scan(step, cache, (q, start + jnp.arange(q.shape[0], dtype=jnp.int32)))[1]
 
 
 def exact_logits(
@@ -245,7 +247,7 @@ def exact_logits(
     logits = (
         jnp.einsum("bkgd,bksd->bkgs", qg, k.astype(jnp.float32), precision="highest") * scale
     )
-    slot = jnp.arange(k.shape[2])
+    slot = jnp.arange(k.shape[2], dtype=jnp.int32)
     return logits, ((slot <= position) & (slot >= lowest_visible(position, window)))[
         None, None, None
     ]
@@ -269,7 +271,7 @@ def _selected(
     got = Selection(policy.positions(st, slots), valid)
     read = membership(Selection(jnp.maximum(info.positions, 0), info.positions >= 0), S)
 
-    slot = jnp.arange(S)[None, None, None]
+    slot = jnp.arange(S, dtype=jnp.int32)[None, None, None]
     free = (
         visible
         & (slot >= policy.sink)

@@ -78,7 +78,7 @@ class Lag(Evictor):
         L, size = held.position.shape[2], self.partition
         groups = max((L - self.sink) // size, 0)
         if groups < 2:
-            return jnp.where(held.position >= 0, jnp.inf, 0.0)
+            return jnp.where(held.position >= 0, jnp.float32(jnp.inf), jnp.float32(0))
         order = in_order(held.position)
         lead = held.position.shape[:2]
 
@@ -98,12 +98,12 @@ class Lag(Evictor):
 
             return (one(held.k) + one(held.v)) / 2
 
-        scores = jnp.moveaxis(lax.map(score, jnp.arange(groups - 1)), 0, 2)
+        scores = jnp.moveaxis(lax.map(score, jnp.arange(groups - 1, dtype=jnp.int32)), 0, 2)
         rank = jnp.argsort(jnp.argsort(scores, axis=-1), axis=-1).astype(jnp.float32) / size
         whole = (
-            jnp.sum(held.position >= 0, axis=-1) - self.sink
+            jnp.sum(held.position >= 0, axis=-1, dtype=jnp.int32) - self.sink
         ) // size  # whole partitions of a row's tokens
-        judged = jnp.arange(groups - 1)[None, None] < (whole - 1)[..., None]
+        judged = jnp.arange(groups - 1, dtype=jnp.int32)[None, None] < (whole - 1)[..., None]
         rank = jnp.where(judged[..., None], rank, jnp.inf).reshape(*lead, -1)
         ends = self.sink, L - self.sink - rank.shape[2]
         worth = jnp.pad(rank, ((0, 0), (0, 0), ends), constant_values=jnp.inf)

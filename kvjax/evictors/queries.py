@@ -197,7 +197,7 @@ class ExpectedAttention(Evictor):
         D = held.k.shape[3]
         count = jnp.maximum(held.memory[:, :, :, 1], 1)
         mean = held.memory[:, :, :, 0] / count  # [B, K, G, D]
-        later = held.end[:, None] + jnp.arange(self.future)[None]
+        later = held.end[:, None] + jnp.arange(self.future, dtype=jnp.int32)[None]
 
         def ahead(x: Array) -> Array:
             """x [B, K, G, ..., D] rotated to each of the next positions, on average: a linear
@@ -268,8 +268,8 @@ class Redundancy(Evictor):
     def see_queries(self, memory: Array, q: Array, position: Array) -> Array:
         """Returns the last queries, oldest first."""
         both = jnp.concatenate([memory, q.astype(jnp.float32)], axis=3)
-        count = jnp.sum(position >= 0, axis=1)
-        at = count[:, None] + jnp.arange(self.window)[None]
+        count = jnp.sum(position >= 0, axis=1, dtype=jnp.int32)
+        at = count[:, None] + jnp.arange(self.window, dtype=jnp.int32)[None]
         return jnp.take_along_axis(both, at[:, None, None, :, None], axis=3)
 
     def judge(self, held: Held) -> Array:
@@ -302,7 +302,7 @@ class Redundancy(Evictor):
             jnp.take_along_axis(votes, jnp.argsort(order, axis=-1), axis=2),
             jnp.maximum(length(k), 1e-12),
         )
-        slot = jnp.arange(L)[None, None]
+        slot = jnp.arange(L, dtype=jnp.int32)[None, None]
 
         def alike(i: Array) -> Array:
             """f32[B, K, L] what the token in slot i adds to the cosines of all others."""
@@ -368,7 +368,7 @@ class Trigonometric(Evictor):
         size, count = jnp.split(rest, 2, axis=-1)
         count = jnp.maximum(count, 1)
         mean, size = total / jnp.concatenate([count, count], axis=-1), size / count
-        steps = (held.end - 1)[:, None] + 2 ** jnp.arange(17)[None]
+        steps = (held.end - 1)[:, None] + 2 ** jnp.arange(17, dtype=jnp.int32)[None]
         ahead = turn_positions(mean[..., None, :], steps[:, None, None], self.rope)
         ahead, more = jnp.mean(ahead, axis=3), size - _pairs(mean)
 

@@ -69,7 +69,7 @@ class Sliding(Evictor):
             )
 
     def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
-        return jnp.where(position < self.sink, jnp.inf, 0.0)
+        return jnp.where(position < self.sink, jnp.float32(jnp.inf), jnp.float32(0))
 
 
 @dataclass(frozen=True)

@@ -403,7 +403,9 @@ class _LookupDrafter:
             same &= (jnp.roll(text, i, axis=1) == last) & (place >= i)
             found = jnp.max(jnp.where(same & (place < (n - 1)[:, None]), place, -1), axis=1)
             start = jnp.where(found >= 0, found + 1, start)
-        at = jnp.minimum(start[:, None] + jnp.arange(self.max_tokens)[None], L - 1)
+        at = jnp.minimum(
+            start[:, None] + jnp.arange(self.max_tokens, dtype=jnp.int32)[None], L - 1
+        )
         count = jnp.where(start >= 0, jnp.minimum(n - start, self.max_tokens), 0)
         tokens = jnp.take_along_axis(text, jnp.maximum(at, 0), axis=1)
         return Proposal(tokens, count, now.cache, self)
@@ -552,7 +554,7 @@ def _as_wide(logits: Array, vocabulary: int) -> Array:
 
 
 def _append(text: Array, length: Array, tokens: Array, count: Array) -> Array:
-    i = jnp.arange(tokens.shape[1])[None]
+    i = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     at = jnp.where(i < count[:, None], length[:, None] + i, text.shape[1])
     return put_last(text, at, tokens)
 
@@ -563,7 +565,7 @@ def accepted(drawn: Array, draft: Array, count: Array, ended: Array) -> Array:
     `drawn` i32[B, M] are the tokens that the model draws in their places. `ended` bool[B, M] is
     true where the token before ends the text.
     """
-    i = jnp.arange(draft.shape[1])[None]
+    i = jnp.arange(draft.shape[1], dtype=jnp.int32)[None]
     good = (drawn == draft) & (i < count[:, None]) & ~ended
     return jnp.sum(jnp.cumprod(good.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
 

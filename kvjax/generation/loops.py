@@ -149,7 +149,7 @@ def count_attended(
     seen = jnp.stack(
         [info.attended.astype(jnp.float32).mean(axis=-1) for info in infos if info is not None]
     )  # [L, ..., B]
-    steps = jnp.sum(took).astype(jnp.float32)
+    steps = jnp.sum(took, dtype=jnp.int32).astype(jnp.float32)
     counted = counted + steps
     total = jnp.sum(jnp.where(took[None], seen, 0.0), axis=tuple(range(1, seen.ndim)))
     return mean + (total - mean * steps) / jnp.maximum(counted, 1.0), counted

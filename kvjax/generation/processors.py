@@ -165,7 +165,7 @@ def process(
 
 def _holds(tokens: Array | np.ndarray, valid: Array | np.ndarray, vocabulary: int) -> Array:
     """bool[B, V]: the tokens that are among `tokens` i32[B, S], where `valid`."""
-    rows = jnp.arange(len(tokens))[:, None]
+    rows = jnp.arange(len(tokens), dtype=jnp.int32)[:, None]
     at = jnp.where(valid, tokens, vocabulary)
     return jnp.zeros((len(tokens), vocabulary), bool).at[rows, at].set(True, mode="drop")
 

@@ -149,8 +149,8 @@ def sample(logits: Array, key: Array | None, sampling: Sampling) -> Array:
         )
         scores = jnp.where(scores >= floor, scores, -jnp.inf)
 
-    drawn = jnp.argmax(scores + noise, axis=-1)
-    return jnp.where(drawn_rows[:, 0], drawn, best).astype(jnp.int32)
+    drawn = jnp.argmax(scores + noise, axis=-1).astype(jnp.int32)
+    return jnp.where(drawn_rows[:, 0], drawn, best)
 
 
 def _keep_best(scores: Array, k: Array) -> Array:
@@ -227,7 +227,11 @@ def row_keys(key: Array | None, rows: int) -> Array:
     checked = _check_key(key, rows)
     if checked.ndim:
         return checked
-    return by_row(lambda row: jax.random.fold_in(checked, row), jnp.arange(rows), of=checked)
+    return by_row(
+        lambda row: jax.random.fold_in(checked, row),
+        jnp.arange(rows, dtype=jnp.int32),
+        of=checked,
+    )
 
 
 def _check_key(key: Array | None, rows: int) -> Array:
@@ -343,7 +347,9 @@ def drawing(draws: Draws | None, rows: int) -> Callable[[Array, Array], Array]:
     if draws is None:
         return lambda logits, i: sample(logits, None, Sampling())
     keys = jnp.where(
-        draws.shared, by_row(jax.random.fold_in, draws.keys, jnp.arange(rows)), draws.keys
+        draws.shared,
+        by_row(jax.random.fold_in, draws.keys, jnp.arange(rows, dtype=jnp.int32)),
+        draws.keys,
     )
 
     def draw(logits: Array, i: Array) -> Array:

@@ -277,7 +277,10 @@ class _Watched(Policy):
             )
             / POOL
         )
-        now = (jnp.arange(self.steps)[None] == (st.length - st.prompt - 1)[:, None])[..., None]
+        now = (
+            jnp.arange(self.steps, dtype=jnp.int32)[None]
+            == (st.length - st.prompt - 1)[:, None]
+        )[..., None]
         votes = jnp.where(now, jnp.max(pooled, axis=(1, 2))[:, None], st.votes)
         return out, _WatchedState(full, st.prompt, votes), info
 

@@ -100,7 +100,9 @@ class Span(NamedTuple):
         """Which slots each query attends to, each step's after the previous step's; one row if
         all share a span.
         """
-        slot = jnp.arange(self.k.shape[2]).reshape((1,) * self.stop.ndim + (-1,))
+        slot = jnp.arange(self.k.shape[2], dtype=jnp.int32).reshape(
+            (1,) * self.stop.ndim + (-1,)
+        )
         mask = (slot >= self.start[..., None]) & (slot < self.stop[..., None])
         if mask.ndim == 2:
             return mask[:, None, None]
@@ -224,7 +226,10 @@ def attend_causal(
         size = min(block, T - first)
         low = 0 if window is None else max(0, first - window + 1)
         kb, vb = (a[:, :, low : first + size] for a in (k, v))
-        at, slot = jnp.arange(first, first + size)[:, None], jnp.arange(low, first + size)[None]
+        at, slot = (
+            jnp.arange(first, first + size, dtype=jnp.int32)[:, None],
+            jnp.arange(low, first + size, dtype=jnp.int32)[None],
+        )
         mask = slot <= at
         if window is not None:
             mask &= slot > at - window

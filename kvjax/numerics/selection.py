@@ -60,7 +60,10 @@ class PackedSelection(NamedTuple):
     @property
     def valid(self) -> Bool[Array, "B K H M"]:
         """Which slots are valid: the first `found`."""
-        return jnp.arange(self.slots.shape[3])[None, None, None] < self.found[..., None]
+        return (
+            jnp.arange(self.slots.shape[3], dtype=jnp.int32)[None, None, None]
+            < self.found[..., None]
+        )
 
 
 class DealtSelection(NamedTuple):

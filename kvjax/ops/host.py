@@ -231,7 +231,7 @@ def _append_each(x: Array, stacked: Array, at: Array, count: Array) -> Array:
     # and its first rows stay as they are.
     def one_row(b: Array, x: Array) -> Array:
         first = jnp.minimum(at[b], P - n)
-        source = first + jnp.arange(n) - at[b]
+        source = first + jnp.arange(n, dtype=jnp.int32) - at[b]
         fits = (source >= 0) & (source < count[b])
         start = [
             jnp.asarray(i, jnp.int32) for i in (b, 0, first, *[0] * len(row))
@@ -286,7 +286,7 @@ def hot_places(
     """
     B, K, N = index.shape
     n, P = tables.page.shape[2], tables.place.shape[2]
-    index = jnp.where(jnp.arange(N)[None, None] < found[..., None], index, -1)
+    index = jnp.where(jnp.arange(N, dtype=jnp.int32)[None, None] < found[..., None], index, -1)
     wanted = (index >= 0) & (index < P)
     page = jnp.where(wanted, index, 0)
 
@@ -307,10 +307,12 @@ def hot_places(
     # The hand has gone round to the place that it gave last, or all the way; places that it
     # passed count as unused.
     hand = tables.hand[..., None]
-    distance = jnp.mod(jnp.arange(n)[None, None] - hand, n)
+    distance = jnp.mod(jnp.arange(n, dtype=jnp.int32)[None, None] - hand, n)
     swept = (distance <= jnp.mod(last - hand, n)) | (misses > unused)
     used = ((tables.used > 0) & ~(swept & (misses > 0))).astype(jnp.int32)
-    used = put_last(used, jnp.where(wanted, place, n), jnp.where(missed, 2, 1))
+    used = put_last(
+        used, jnp.where(wanted, place, n), jnp.where(missed, jnp.int32(2), jnp.int32(1))
+    )
 
     after = HotTables(
         page=put_last(tables.page, jnp.where(missed, place, n), page),
@@ -345,7 +347,7 @@ def _freed_places(tables: HotTables, kept: Array, count: int) -> tuple[Array, Ar
     # Among all places: unused ones come before used ones, and kept ones after all.
     unused = total[0]
     rank = jnp.where(idle, rank[0], jnp.where(busy, unused + rank[1], count))
-    places = jnp.arange(n)[None, None]
+    places = jnp.arange(n, dtype=jnp.int32)[None, None]
     freed = put_last(jnp.zeros((B, K, count), jnp.int32), jnp.minimum(rank, count), places)
     return freed, unused
 
@@ -392,7 +394,10 @@ def place_pages(zones: Parts, pages: Sequence[Array], at: Array, n: int) -> Part
     `at` i32[B, K, N].
     """
     (B, K, N), (*_, D) = at.shape, zones[0].shape
-    row, head = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
+    row, head = (
+        jnp.arange(B, dtype=jnp.int32)[:, None, None],
+        jnp.arange(K, dtype=jnp.int32)[None, :, None],
+    )
 
     def put(zone: Array, new: Array) -> Array:
         by_page = zone.reshape(B, K, n, -1, D)

@@ -449,7 +449,7 @@ def _highest(
     T*H, k_max].
     """
     best = top_k_grouped(parts, group_reduce, candidates.k_max)
-    rank = jnp.arange(candidates.k_max)[None, None, None]
+    rank = jnp.arange(candidates.k_max, dtype=jnp.int32)[None, None, None]
     valid = best.valid & (rank < candidates.of_groups(candidates.k))
     return Selection(
         join_steps(best.slots, candidates.steps), join_steps(valid, candidates.steps)

@@ -104,8 +104,12 @@ def _keys_before(q: Array, counts: Array) -> Array:
     i32[B, K, G, N, P].
     """
     *lead, m = q.shape
-    pattern = jnp.arange(2**m)
-    signs = jnp.where((pattern[:, None] >> jnp.arange(m)[None]) & 1 == 1, 1.0, -1.0)
+    pattern = jnp.arange(2**m, dtype=jnp.int32)
+    signs = jnp.where(
+        (pattern[:, None] >> jnp.arange(m, dtype=jnp.int32)[None]) & 1 == 1,
+        jnp.float32(1),
+        jnp.float32(-1),
+    )
     scores = jnp.einsum("bkgnm,pm->bkgnp", q, signs, precision="highest")
     shape = (*lead, 2**m)
     ids = jnp.broadcast_to(pattern.reshape((1,) * len(lead) + (-1,)), shape)
@@ -157,7 +161,7 @@ def most_voted(
         total, start, stop = (of_lists(x, G) for x in complement)
         count = jnp.maximum(count, total - jnp.maximum(stop - local - start, 0))
     count = jnp.broadcast_to(jnp.clip(count, 0, room), (B, 1, count.shape[2]))
-    valid = jnp.arange(S)[None] < length[:, None]
+    valid = jnp.arange(S, dtype=jnp.int32)[None] < length[:, None]
     votes = jnp.where(valid[:, None, None], votes.astype(jnp.int32), -1)
 
     least = for_gpu(partial(_least_votes, bits=4), partial(_least_votes, bits=1), votes, count)[

@@ -90,7 +90,7 @@ def put_tokens(
     for zone in zones:
         mine, taken = (k, v), jnp.clip(left, 0, zone.slots - zone.count)
         if after:  # the tokens that earlier zones have not stored
-            place = jnp.arange(k.shape[2])[None] + (count - left)[:, None]
+            place = jnp.arange(k.shape[2], dtype=jnp.int32)[None] + (count - left)[:, None]
             mine = take_rows(k, place), take_rows(v, place)
         after.append(put(zone, *mine, taken))
         left = left - taken

@@ -205,7 +205,9 @@ class Evicting(Policy):
             a.reshape(B * K, 1, -1, a.shape[3]) for a in (st.tokens.k, st.tokens.v, k, v)
         )
         (held,), _ = ops.put_token([Block(held_k, held_v, at)], k_row, v_row, at < S, at < 0)
-        taken = (jnp.arange(S)[None, None] == slot[..., None]) & active[:, None, None]
+        taken = (jnp.arange(S, dtype=jnp.int32)[None, None] == slot[..., None]) & active[
+            :, None, None
+        ]
         evidence = (
             None if st.evidence is None else jnp.where(taken, self._arriving(k, v), st.evidence)
         )
@@ -326,8 +328,8 @@ class Evicting(Policy):
             return Voters(at, at >= 0, block, every=False, stands_for=stands_for)
         # The last queries of each row, padded at the front to whole blocks with queries that
         # see nothing.
-        at = lengths[:, None] - padded + jnp.arange(padded)[None]
-        counts = (at >= 0) & (jnp.arange(padded) >= padded - count)[None]
+        at = lengths[:, None] - padded + jnp.arange(padded, dtype=jnp.int32)[None]
+        counts = (at >= 0) & (jnp.arange(padded, dtype=jnp.int32) >= padded - count)[None]
         return Voters(at, counts, block, every=last is None, stands_for=None)
 
     def _votes(
@@ -517,7 +519,7 @@ class Evicting(Policy):
         eligible = jnp.flip(line.position >= 0, axis=-1)
         best = self._best(jnp.flip(worth, axis=-1), eligible, slots)
         if most is not None:
-            fits = (jnp.arange(slots)[None] < most[:, None])[:, None]
+            fits = (jnp.arange(slots, dtype=jnp.int32)[None] < most[:, None])[:, None]
             best = best._replace(valid=best.valid & fits)
         return jnp.sort(jnp.where(best.valid, L - 1 - best.slots, L), axis=-1)
 
@@ -755,7 +757,9 @@ class Evicting(Policy):
 
     def _valid(self, st: EvictingState) -> Array:
         """bool[B, 1 or K, S]: slots that hold a token."""
-        return (jnp.arange(st.tokens.slots)[None] < st.tokens.count[:, None])[:, None]
+        return (jnp.arange(st.tokens.slots, dtype=jnp.int32)[None] < st.tokens.count[:, None])[
+            :, None
+        ]
 
     def _positions(self, st: EvictingState) -> Array:
         """i32[B, K, S] positions of the tokens in the slots, -1 in empty slots."""
@@ -794,7 +798,7 @@ def move_tokens(st: EvictingState, source: Array, target: Array) -> EvictingStat
     ) -> tuple[EvictingState, Array, Array]:
         st, source, target = done
         old, new = (lax.dynamic_slice_in_dim(a, i, 1, axis=2) for a in (source, target))
-        here = jnp.arange(S)[None, None] == new
+        here = jnp.arange(S, dtype=jnp.int32)[None, None] == new
 
         def one_number(a: Array | None) -> Array | None:
             if a is None:

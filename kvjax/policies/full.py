@@ -192,7 +192,10 @@ class StripedFull(Full):
     def prefill(self, st: FullState, k: Array, v: Array, lengths: Array) -> FullState:
         before, own = st.length, self._own(st)
         after = jnp.minimum(before + lengths, self._slots(st))
-        slots = own.count[:, None] + jnp.arange(self.stripes.max_tokens(k.shape[2]))[None]
+        slots = (
+            own.count[:, None]
+            + jnp.arange(self.stripes.max_tokens(k.shape[2]), dtype=jnp.int32)[None]
+        )
         source = self.stripes.place(slots) - before[:, None]
         own = put(
             own,

@@ -91,9 +91,11 @@ class QSA(Indexer):
         products = jnp.einsum("bhe,bne->bhn", q, keys.astype(jnp.float32), precision="highest")
         scores = jnp.sum(jnp.maximum(products, 0) * weights[..., None], axis=1)
         whole, n = length // self.block, keys.shape[1]
-        complete = jnp.arange(n)[None] < whole[:, None]
+        complete = jnp.arange(n, dtype=jnp.int32)[None] < whole[:, None]
         best = ops.top_k(scores[:, None], complete[:, None], min(self.top, n))
-        rank = (jnp.arange(best.slots.shape[-1] + 1) < best.slots.shape[-1])[None, None]
+        rank = (jnp.arange(best.slots.shape[-1] + 1, dtype=jnp.int32) < best.slots.shape[-1])[
+            None, None
+        ]
         rest = jnp.where(rank, 0, whole[:, None, None])  # the newest block, of fewer tokens
         slots = jnp.where(rank, jnp.pad(best.slots, ((0, 0), (0, 0), (0, 1))), rest)
         valid = jnp.where(
@@ -131,7 +133,7 @@ class MSA(Indexer):
             jnp.einsum("bhe,bse->bhs", q, keys.astype(jnp.float32), precision="highest")
             * weights[..., None]
         )
-        visible = jnp.arange(keys.shape[1])[None, None] < length[:, None, None]
+        visible = jnp.arange(keys.shape[1], dtype=jnp.int32)[None, None] < length[:, None, None]
         scores = jnp.where(visible, scores, -jnp.inf)
         n = -(-keys.shape[1] // self.block)
         scores = jnp.pad(
@@ -140,9 +142,13 @@ class MSA(Indexer):
             constant_values=-jnp.inf,
         )
         best = jnp.max(scores.reshape(*scores.shape[:2], n, self.block), axis=-1)
-        own = jnp.arange(n)[None, None] == ((length - 1) // self.block)[:, None, None]
+        own = (
+            jnp.arange(n, dtype=jnp.int32)[None, None]
+            == ((length - 1) // self.block)[:, None, None]
+        )
         exists = jnp.broadcast_to(
-            jnp.arange(n)[None, None] * self.block < length[:, None, None], best.shape
+            jnp.arange(n, dtype=jnp.int32)[None, None] * self.block < length[:, None, None],
+            best.shape,
         )
         chosen = ops.top_k(jnp.where(own, jnp.inf, best), exists, min(self.top, n))
         return Selection(chosen.slots[:, :, None], chosen.valid[:, :, None])

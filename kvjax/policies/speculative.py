@@ -421,7 +421,7 @@ class Speculative(Policy):
             seen.store[:, None, None, None],
             slots + seen.recent.start[:, None, None, None],
         )
-        rank = jnp.arange(selection.slots.shape[-1])[None, None, None]
+        rank = jnp.arange(selection.slots.shape[-1], dtype=jnp.int32)[None, None, None]
         room = jnp.minimum(policy.budget - policy.sink - policy.local - edge, policy.selected)
         limit = jnp.where((st.length < policy.dense_below)[:, None], rank.shape[-1], room)[
             ..., None, None
@@ -565,8 +565,8 @@ def _in_order(valid: Array, edge: Array) -> Selection:
     """The valid slots of a recall, in the order of `valid` bool[B, K, H, M], and after them the
     edge, bool [B, K, 1, tokens]."""
     (H, M), extra = valid.shape[2:], edge.shape[3]
-    own = jnp.arange(H)[:, None] * M + jnp.arange(M)[None]
-    after = jnp.broadcast_to(H * M + jnp.arange(extra)[None], (H, extra))
+    own = jnp.arange(H, dtype=jnp.int32)[:, None] * M + jnp.arange(M, dtype=jnp.int32)[None]
+    after = jnp.broadcast_to(H * M + jnp.arange(extra, dtype=jnp.int32)[None], (H, extra))
     slots = jnp.concatenate([own, after], axis=1, dtype=jnp.int32)
     valid = jnp.concatenate([valid, jnp.broadcast_to(edge, (*valid.shape[:3], extra))], axis=3)
     return Selection(jnp.broadcast_to(slots[None, None], valid.shape), valid)

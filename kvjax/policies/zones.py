@@ -204,12 +204,16 @@ class Zoned(Policy):
         moved = chunks * chunk
         if max_chunks > 0:
             st = self.append(
-                st, *line(self._history(jnp.arange(max_chunks * chunk))[None]), moved
+                st,
+                *line(self._history(jnp.arange(max_chunks * chunk, dtype=jnp.int32))[None]),
+                moved,
             )
-        rk, rv = line(self.demote.place(chunks[:, None], jnp.arange(slots)[None]))
+        rk, rv = line(
+            self.demote.place(chunks[:, None], jnp.arange(slots, dtype=jnp.int32)[None])
+        )
         left = total - moved
         # Zeros past count, where padding of the prompt may have been copied.
-        valid = (jnp.arange(slots)[None] < left[:, None])[:, None]
+        valid = (jnp.arange(slots, dtype=jnp.int32)[None] < left[:, None])[:, None]
         recent = Block(keep_valid(rk, valid), keep_valid(rv, valid), jnp.minimum(left, slots))
         return replace(st, sink=sink, recent=recent, overflow=st.overflow | (left > slots))
 

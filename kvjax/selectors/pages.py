@@ -72,7 +72,7 @@ class _Boxes(Paged):
             jnp.asarray(jnp.finfo(keys.dtype).max, keys.dtype),
             (B, K, seen.shape[2], P, 1, D),
         )
-        low, high = jnp.full(shape, largest), jnp.full(shape, -largest)
+        low, high = jnp.full(shape, largest, keys.dtype), jnp.full(shape, -largest, keys.dtype)
         for i in range(page):
             key, here = keys[..., i : i + 1, :], seen[..., i : i + 1, :]
             low = jnp.where(here, jnp.minimum(low, key), low)

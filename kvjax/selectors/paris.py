@@ -179,7 +179,7 @@ class Paris(Selector):
             subspace=self.subspace,
             coded_radii=self.radius_bits == 4,
         )
-        i = jnp.arange(k.shape[2])[None]
+        i = jnp.arange(k.shape[2], dtype=jnp.int32)[None]
         stored = (i < count[:, None]) & (at[:, None] + i < ix.codes.signs.shape[2])
         counts = self._tally(ix.counts, new.signs, stored)
         return self._counted(
@@ -193,14 +193,16 @@ class Paris(Selector):
         """
         ids = patterns(signs, self.subspace)
         B, K, _, N = ids.shape
-        first = (jnp.arange(K)[:, None] * N + jnp.arange(N)[None]) * 2**self.subspace
+        first = (
+            jnp.arange(K, dtype=jnp.int32)[:, None] * N + jnp.arange(N, dtype=jnp.int32)[None]
+        ) * 2**self.subspace
         place = first[None, :, None] + ids.astype(jnp.int32)
         place = jnp.where(stored[:, None, :, None], place, counts.shape[1]).reshape(B, -1)
-        return counts.at[jnp.arange(B)[:, None], place].add(1, mode="drop")
+        return counts.at[jnp.arange(B, dtype=jnp.int32)[:, None], place].add(1, mode="drop")
 
     def _counted(self, codes: Directions, counts: Array) -> ParisIndex:
         n = self._length(counts)
-        band = jnp.sum(n[:, None] >= LENGTHS[None], axis=1)
+        band = jnp.sum(n[:, None] >= LENGTHS[None], axis=1, dtype=jnp.int32)
         beta, rho = jnp.asarray(BETA)[band], jnp.asarray(RHO)[band]
         reach = (n * rho)[:, None] * TIERS[self.votes][None]
         wanted = (

@@ -47,7 +47,7 @@ def pending_pages(candidates: Candidates, page: int) -> tuple[Array, Array]:
     slots = candidates.pending_slots
     ends = jnp.asarray(stop, jnp.int32)
     ends = (ends if ends.ndim == 2 else ends.reshape(-1, 1))[..., None]
-    valid = jnp.arange(slots)[None, None] < ends  # [B or 1, T or 1, W]
+    valid = jnp.arange(slots, dtype=jnp.int32)[None, None] < ends  # [B or 1, T or 1, W]
     valid = valid.reshape(valid.shape[0], 1, -1, slots // page, page, 1)
     return keys[:, :, :slots].reshape(B, K, 1, slots // page, page, D), valid
 
@@ -61,7 +61,9 @@ def with_points(candidates: Candidates, best: Array, page: int) -> Candidates:
     """
     _, start, stop = candidates.pending
     (B, K, T), heads, D = best.shape[:3], best.shape[4], best.shape[5]
-    points = jnp.take(best, jnp.arange(page) % heads, axis=4).reshape(B, K, T, -1, D)
+    points = jnp.take(best, jnp.arange(page, dtype=jnp.int32) % heads, axis=4).reshape(
+        B, K, T, -1, D
+    )
     first, end = start // page * page, -(-(stop - candidates.local) // page) * page
     end = jnp.where(jnp.asarray(stop) - candidates.local > start, end, first)
     return replace(

@@ -164,7 +164,8 @@ class HostOffload(Store):
         slots, valid = recalled.slots.reshape(by_page), recalled.valid.reshape(by_page)
         first = slots[..., :1]
         whole = jnp.all(
-            valid & (slots == first + jnp.arange(self.page)[None, None, None]), axis=3
+            valid & (slots == first + jnp.arange(self.page, dtype=jnp.int32)[None, None, None]),
+            axis=3,
         )
         first = first[..., 0]
         is_page = whole & (remainder(first, self.page) == 0) & (first < st.slots)

@@ -61,7 +61,10 @@ class Coded(Store):
         `learn`.
         """
         few, count = k[:, :, : self.learn].astype(jnp.float32), jnp.minimum(count, self.learn)
-        here = jnp.arange(few.shape[2])[None, None, :, None] < count[:, None, None, None]
+        here = (
+            jnp.arange(few.shape[2], dtype=jnp.int32)[None, None, :, None]
+            < count[:, None, None, None]
+        )
         return (
             jnp.sum(jnp.where(here, few, 0.0), axis=2)
             / jnp.maximum(count, 1).astype(jnp.float32)[:, None, None]

@@ -260,7 +260,10 @@ def _once(page: Array, pages: int) -> tuple[Array, Array]:
     that first one is.
     """
     B, K, N = page.shape
-    row, head = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
+    row, head = (
+        jnp.arange(B, dtype=jnp.int32)[:, None, None],
+        jnp.arange(K, dtype=jnp.int32)[None, :, None],
+    )
     order = jnp.broadcast_to(jnp.arange(N, dtype=jnp.int32)[None, None], page.shape)
     first = (
         jnp.full((B, K, pages), N, jnp.int32)

@@ -231,7 +231,7 @@ class Store:
         _, pending = split_selection(flat(wanted, length), st.slots)
         pending_k, pending_v = ops.gather_slots(*recent, pending)
         is_pending = pending.valid.reshape(B, K, -1, 1)
-        is_edge = jnp.arange(length)[None, None, :, None] - H * M == 0
+        is_edge = jnp.arange(length, dtype=jnp.int32)[None, None, :, None] - H * M == 0
 
         def joined(stored: Array, waiting: Array, zone: Array, dtype: Any) -> Array:
             """Tokens of the history and of the recent block, in the order of the selection,

@@ -97,7 +97,7 @@ def _gradients(
     The positions are None if the policy does not report them.
     """
     cotangents = [jnp.asarray(w, jnp.float32) for w in weights]
-    real = (jnp.arange(CHUNK)[None] < lengths[:, None])[..., None, None]
+    real = (jnp.arange(CHUNK, dtype=jnp.int32)[None] < lengths[:, None])[..., None, None]
 
     def loss(varied: Inputs, cache: LayerCache) -> tuple[Array, Any]:
         first, later, steps = (

@@ -102,7 +102,10 @@ def recall_grows_with_budget(policy: Policy, spec: CacheSpec) -> None:
         logits = (
             jnp.einsum("bkgd,bksd->bkgs", q.astype(jnp.float32), keys) * spec.head_dim**-0.5
         )
-        valid = [jnp.arange(b.slots)[None] < b.count[:, None] for b in (st.store, st.recent)]
+        valid = [
+            jnp.arange(b.slots, dtype=jnp.int32)[None] < b.count[:, None]
+            for b in (st.store, st.recent)
+        ]
         selection = unpack(
             wider.select(st, q, Step(Logits(q.shape[-1] ** -0.5)), in_order=st.store.slots)
         )

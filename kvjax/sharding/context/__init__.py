@@ -139,7 +139,7 @@ def share_of_highest(marks: Array, count: Array, levels: int, stripes: Stripes) 
     before = (lax.cumsum(flat, axis=3) - flat).reshape(turns.shape)
     before = lax.dynamic_index_in_dim(before, stripes.device, axis=4, keepdims=False)
     spare = (count - above)[..., None]
-    return own_above + jnp.sum(jnp.clip(spare - before, 0, tied), axis=-1)
+    return own_above + jnp.sum(jnp.clip(spare - before, 0, tied), axis=-1, dtype=jnp.int32)
 
 
 def count_taken(own: tuple[Array, Array], every: tuple[Array, Array], k: Array) -> Array:

@@ -116,7 +116,9 @@ class StripedSelector(Wrapper):
 
         # The whole selection, which a step that keeps no Info does not compute.
         whole = first_places(*every, candidates.k_max)
-        first = (whole < NOWHERE) & (jnp.arange(whole.shape[3])[None, None, None] < k)
+        first = (whole < NOWHERE) & (
+            jnp.arange(whole.shape[3], dtype=jnp.int32)[None, None, None] < k
+        )
         slots = Selection(jnp.where(first, whole, 0), first)
         tokens = candidates.tokens(slots, units * self.stripes.parts, self.unit)
         return DealtSelection(*tokens, mine)
