@@ -86,3 +86,29 @@ def test_the_smallest_budget_is_that_of_sink_and_local_window() -> None:
         assert replace(ZONES, budget=budget).budget == budget
     with pytest.raises(ValueError, match="is below sink"):
         replace(ZONES, budget=11)
+
+
+SPARSE: dict[str, Policy] = {
+    "retrieval": replace(ZONES, dense_below=50),
+    "by pages": replace(
+        ZONES,
+        selector=kvjax.selectors.MinMaxPages(page=8),
+        demote=Fifo(leave=8),
+        dense_below=50,
+    ),
+    "a step late": kvjax.Speculative(replace(ZONES, dense_below=50), tau=0.5),
+}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("excess", [-1, 0, 1])
+def test_rows_of_fewer_than_dense_below_tokens_attend_to_all(name: str, excess: int) -> None:
+    length = 50 + excess
+    q, k, v = tokens(length)
+    cache = kvjax.init_layer(SPARSE[name], SPEC)
+    _, cache = kvjax.prefill(cache, *(x[:, : length - 1] for x in (q, k, v)))
+    last = (x[:, length - 1 :] for x in (q, k, v))
+    _, _, info = kvjax.attention_info(cache, *last)
+    assert info is not None
+    attended = float(info.attended[0, 0])
+    assert attended == length if excess < 0 else attended < length
