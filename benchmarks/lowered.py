@@ -113,7 +113,9 @@ CACHES: dict[str, str | Make] = {
     "adakv": "adakv",
     "mikv": "mikv",
     "raas": "raas",
-    "razorattention": lambda kv: kv.Compensated(kv.Evicting(evictor=kv.Sliding(), budget=64)),
+    "razorattention": lambda kv: kv.contrib.razorattention.Compensated(
+        kv.Evicting(evictor=kv.Sliding(), budget=64)
+    ),
     "duoattention": lambda kv: kv.PerHead(
         heads=(1,), selected=kv.Full(), others=kv.Evicting(evictor=kv.Sliding(), budget=64)
     ),

@@ -515,6 +515,8 @@ class OutlierRetrieval(Retrieval):
     store: Store = LowRank()
     demote: Demotion = Fifo(leave=1024)
 
+    shares_prefixes = False  # a row has its own basis and outliers
+
     def __post_init__(self) -> None:
         verbs, example = (
             ("init", "append", "kept", "kept_slots"),

@@ -42,6 +42,8 @@ class Compressed(Zoned):
     demote: Demotion = Fifo(leave=128)
     value_window: int | None = None
 
+    shares_prefixes = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         keep_ints(self, value_window=1)

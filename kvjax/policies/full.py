@@ -78,6 +78,7 @@ class Full(Policy):
     takes_steps = True
     takes_sinks = True
     takes_exact = True  # as every step
+    shares_prefixes = True
 
     def store_steps(self, st: FullState, k: Array, v: Array, count: Array) -> FullState:
         (tokens,), overflow = ops.put_tokens([st.tokens], k, v, count, st.overflow)

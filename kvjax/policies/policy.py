@@ -123,6 +123,11 @@ class Policy:
     it then attends to every token of the row, as the policy stores it.
     """
 
+    shares_prefixes: ClassVar[bool] = False
+    """True if rows can store tokens with which they begin alike once (`kvjax.serve.prefixes`):
+    what is kept of them does not depend on what follows.
+    """
+
     reversible: ClassVar[bool] = False
     """True if `rollback` can remove the newest tokens, back to the last flush."""
 

@@ -29,7 +29,6 @@ from kvjax.sharding.context.selectors import split_selector
 from kvjax.spec import CacheSpec, keep_ints, require_int
 from kvjax.stores import Dense, Store
 from kvjax.stores.demotion import Buffer, Demotion, Fifo
-from kvjax.stores.hot import HotBlock
 from kvjax.validation import check_verbs
 
 
@@ -65,6 +64,8 @@ class Retrieval(SelectedZones):
     demote: Demotion = Fifo(leave=256)
     dense_below: int = 0
     dense_capacity: DenseCapacity = 0
+
+    shares_prefixes = True
 
     def __post_init__(self) -> None:
         keep_ints(self, budget=1)
@@ -154,11 +155,12 @@ class Retrieval(SelectedZones):
             return self._attend_steps(st, q, step.lengths, step)
         count, active = st.store.count, step.active if in_host_memory(st.store) else None
         if active is not None:
-            st = replace(st, store=_counted(st.store, jnp.where(active, count, 0)))
+            empty = jnp.where(active, count, 0)
+            st = replace(st, store=self.store.with_count(st.store, empty))
         selection = self.select(st, q, step) if step.selection is None else step.selection
         out, st, info = self.attend_selected(st, q, selection, step)
         if active is not None:
-            st = replace(st, store=_counted(st.store, count))
+            st = replace(st, store=self.store.with_count(st.store, count))
         return out, st, info
 
     def select(
@@ -286,16 +288,3 @@ class Retrieval(SelectedZones):
             unit=self.selector.unit,
             heads=heads,
         )
-
-
-def _counted(block: Any, count: Array) -> Any:
-    """The state of a store with another `count` of slots; as it is, if it is of another form
-    than those of kvjax.
-    """
-    if isinstance(block, HotBlock):
-        return replace(block, history=_counted(block.history, count))
-    return (
-        replace(block, count=count)
-        if "count" in getattr(block, "__dataclass_fields__", ())
-        else block
-    )

@@ -57,6 +57,8 @@ class Follower(SelectedZones):
     unit: int = 1
     heads: tuple[int, ...] | None = None
 
+    shares_prefixes = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         keep_ints(self, unit=1)

@@ -41,7 +41,7 @@ from kvjax.cache.cache import (
 )
 from kvjax.memory import commit_together, in_host_memory, move_to, on_host
 from kvjax.numerics.sharing import Shared, SlotAxis, slot_axes
-from kvjax.policies import Compressed, Follower, Full, Policy, Retrieval, Short
+from kvjax.policies import Compressed, Full, Policy, Retrieval
 from kvjax.policies.short import refilled
 from kvjax.selectors.prefixed import PrefixedSelector
 from kvjax.spec import CacheSpec, require_int
@@ -199,14 +199,14 @@ def _alone(policy: Policy) -> Any:
         if isinstance(policy, Retrieval):
             parts["selector"] = policy.selector.selector  # type: ignore[attr-defined]
         return dataclasses.replace(policy, **parts)  # type: ignore[type-var]
-    if type(policy) in (Full, Short):
-        return FULL
-    if type(policy) not in (Compressed, Retrieval, Follower):
+    if not policy.shares_prefixes:
         raise ValueError(
             f"rows of {policy!r} cannot share a prefix: it evicts tokens, remembers its last step or keeps a state, "
             "so its rows change what they keep of a prompt; use Full, Compressed or Retrieval, or copies "
             "(kvjax.take_rows)"
         )
+    if isinstance(policy, Full):
+        return FULL
     if isinstance(policy, Retrieval):
         policy = dataclasses.replace(policy, dense_capacity=0)
     return policy

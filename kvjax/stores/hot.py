@@ -228,6 +228,9 @@ class HotSet(Wrapper):
     def gather(self, st: HotBlock, selection: Selection) -> tuple[Array, Array]:
         return self.store.gather(st.history, selection)
 
+    def with_count(self, st: HotBlock, count: Array) -> HotBlock:
+        return replace(st, history=self.store.with_count(st.history, count))
+
     def truncate(self, st: HotBlock, count: Array) -> HotBlock:
         """Shortens the history. Pages past `count` stay on the device until `append` writes
         them again.

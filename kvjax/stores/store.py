@@ -5,6 +5,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
@@ -76,6 +77,14 @@ class Store:
     def free(self, st: Any) -> Array:
         """i32[B]: slots that each row can still fill."""
         return st.slots - st.count
+
+    def with_count(self, st: Any, count: Array) -> Any:
+        """`st` with another `count` i32[B], for rows whose history a step does not read. The
+        default leaves a state as it is that is no dataclass with the field `count`."""
+        if not is_dataclass(st) or "count" not in {field.name for field in fields(st)}:
+            return st
+        counted: Any = replace(st, count=count)  # type: ignore[type-var]
+        return counted
 
     # ------------------------------------------------------------------------------------------------- all slots
 
