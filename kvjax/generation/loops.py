@@ -559,7 +559,7 @@ def draft_loop(
         cache=cache,
         logits=logits,
         tokens=jnp.full((B, ROOM), PAD, jnp.int32),
-        active=jnp.asarray(active),
+        active=jnp.asarray(active) & ~bad,
         attended=jnp.zeros(len(attending(cache)) if measure else 0, jnp.float32),
         counted=jnp.zeros((), jnp.float32),
         state=state,

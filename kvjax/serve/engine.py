@@ -47,8 +47,9 @@ from jax import Array
 
 from kvjax import presets
 from kvjax.cache.cache import Cache, init
-from kvjax.generation import prefilling
+from kvjax.generation import drafts, prefilling
 from kvjax.generation.callables import as_model
+from kvjax.generation.drafts import Drafter, SelfDraft, Speculation
 from kvjax.generation.loops import PAD, ROOM, Flat, FlatLayers
 from kvjax.generation.processors import Processors, check_processors
 from kvjax.generation.prompt_inputs import (
@@ -100,7 +101,7 @@ from kvjax.serve.slots import (
     with_small_slots,
 )
 from kvjax.spec import require_int
-from kvjax.validation import check_alive
+from kvjax.validation import check_alive, shown
 
 T = TypeVar("T")
 INTERRUPTED = "a step was interrupted while it changed the arrays of the engine"
@@ -209,6 +210,9 @@ class Engine:
         messages those of chats.
       processors: rules that change the logits of all requests; those of the checkpoint by
         default.
+      speculate: "self", or a `kvjax.SelfDraft`: the rows draft by the selection of the cache,
+        and texts are those of full attention (`speculation`). All rows wait for the slowest at
+        the end of a block, so a larger `block` suits drafts.
 
     Raises:
       ValueError: a cache that holds tokens or was given to another engine, settings that do not
@@ -236,6 +240,7 @@ class Engine:
         park: int = 0,
         stop_tokens: int | Iterable[int] | None = None,
         processors: Processors | None = None,
+        speculate: str | SelfDraft | None = None,
     ) -> None:
         self.tokenizer: Any = None
         self._checkpoint: Any = None
@@ -285,7 +290,8 @@ class Engine:
             )
         self._whole = model
         self._model: prefilling.Model = Flat.of(model)
-        self._slots = Slots(cache, shares=self._shared is not None)
+        drafter = None if speculate is None else _drafter(model, cache, speculate)
+        self._slots = Slots(cache, shares=self._shared is not None, drafter=drafter)
         self._rows = Rows(RowKind.of(rows), most=self.readers)
         self._spec = self._rows.empty.spec
         self._reader: Any = self._model
@@ -419,6 +425,11 @@ class Engine:
             check_own("cancel", self, request)
             if not request.done:
                 self._end(request, "cancelled")
+
+    def speculation(self) -> Speculation | None:
+        """The acceptance of drafts so far, over all requests; None without `speculate`."""
+        with self._lock:
+            return self._slots.speculation
 
     def stats(self) -> Stats:
         with self._lock:
@@ -1062,6 +1073,19 @@ class Engine:
         self._leaving.clear()
         self._in_flight.clear()
         self._blocks.clear()
+
+
+def _drafter(model: Any, cache: Cache, speculate: str | SelfDraft) -> Drafter:
+    """The drafter of rows that are half full."""
+    draft = drafts.parse(speculate) if isinstance(speculate, str) else speculate
+    if not isinstance(draft, SelfDraft):
+        raise ValueError(
+            f"Engine(speculate=...) must be 'self' or a kvjax.SelfDraft, got {shown(draft)}: other drafts need the "
+            "text of one run"
+        )
+    check_model_cache(model, cache, ("steps", "exact"))
+    half = np.full(cache.spec.batch, cache.spec.capacity // 2, np.int32)
+    return draft.start(model, cache, np.zeros((len(half), 1), np.int32), half, 0)
 
 
 def _cache_of(checkpoint: Any, policy: Any, slots: int | None, capacity: int | None) -> Cache:

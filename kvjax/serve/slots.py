@@ -21,7 +21,8 @@ from jax.tree_util import register_dataclass
 from kvjax.cache.cache import Cache, LayerCache, init_layer, with_states
 from kvjax.cache.editing import insert, take_rows, truncate
 from kvjax.generation import prefilling
-from kvjax.generation.loops import PAD, decode_loop
+from kvjax.generation.drafts import Drafter, Speculation
+from kvjax.generation.loops import PAD, decode_loop, draft_loop
 from kvjax.generation.sampling import Draws
 from kvjax.memory import commit_together, has_host_memory, in_host_memory, on_host
 from kvjax.policies import Recurrent
@@ -87,14 +88,25 @@ class Slots:
     Args:
       cache: with a row for each slot; this takes over its arrays.
       shares: whether rows may begin with a stored prefix.
+      drafter: a draft of the model by itself; None: no tokens are drafted.
     """
 
-    def __init__(self, cache: Cache, *, shares: bool) -> None:
+    def __init__(self, cache: Cache, *, shares: bool, drafter: Drafter | None = None) -> None:
         self.cache: Cache = _same(committed(cache))  # the caller's cache has its arrays no more
         self.count = cache.spec.batch
         self.logits: Any = None  # f32[slots, V], once the model has told V
         self._active: Any = None  # bool[slots], rows that have drawn no stop token
         self._shares = shares
+        self._drafter = None if drafter is None else committed(drafter)
+        self._numbers: Any = np.zeros(3, np.int32)  # of `Speculation`, on the device
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """The acceptance of drafts so far; waits for the device."""
+        if self._drafter is None:
+            return None
+        steps, drafted, accepted = on_host(self._numbers).tolist()
+        return Speculation(steps, drafted, accepted, idle=self._drafter.idle)
 
     def at(self, slot: int) -> Slot:
         return Slot.of(self.cache, slot)
@@ -129,10 +141,21 @@ class Slots:
         steps i32[], and bool[2, slots], where logits had no best token before and after.
         """
         state = self.cache, self.logits, self._active
-        done, bad = _run_loop(model, *state, draws, first, limit, stops, rules, measure=False)
+        asked = draws, first, limit, stops
+        drafter = self._drafter
+        if drafter is None or drafter.idle is not None:
+            exact = {} if drafter is None else {"exact": True}
+            done, bad = _run_loop(model, *state, *asked, rules, measure=False, **exact)
+            count = done.step
+        else:
+            drafting = drafter.with_state(None), drafter.state
+            done, bad = _run_drafts(model, *state, *asked, *drafting, rules, measure=False)
+            count = jnp.max(done.emitted)
+            self._drafter = drafter.with_state(done.state)
+            self._numbers = self._numbers + done.numbers
         self.cache, self.logits = done.cache, done.logits
         self._active = jax.device_put(done.active, self._active.sharding)
-        return done.tokens, done.step, bad
+        return done.tokens, count, bad
 
     def no_stops(self) -> np.ndarray:
         return np.full((self.count, STOPS), PAD, np.int32)
@@ -469,3 +492,4 @@ def _as_on_host(new: Array, old: Array) -> Array:
 
 read_chunk = prefilling.on_auto_axes(prefilling._read)
 _run_loop = prefilling.on_auto_axes(decode_loop)
+_run_drafts = prefilling.on_auto_axes(draft_loop)

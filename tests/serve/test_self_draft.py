@@ -1,0 +1,55 @@
+"""An engine whose rows draft for themselves: each request gets the text of full attention."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import kvjax
+from kvjax import SelfDraft
+from kvjax.generation.sampling import sampling
+from kvjax.models import Decoder
+from tests.generation.test_self_draft import CONFIG, POLICY
+
+
+def test_requests_that_take_turns_get_the_text_of_full_attention() -> None:
+    """Greedy ones and a drawn one, with stop tokens, in fewer slots than there are requests."""
+    model = Decoder(CONFIG, rngs=nnx.Rngs(3))
+    spec = model.spec(2, 96)
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, 40, n).tolist() for n in (40, 12, 25, 33)]
+    draws = [None, sampling(0.8), None, None]
+
+    def answers(policy: object, speculate: object) -> tuple[list[list[int]], kvjax.Engine]:
+        engine = kvjax.Engine(
+            model,
+            kvjax.init(policy, spec, layers=CONFIG.layers),
+            block=8,
+            chunk=16,
+            speculate=speculate,
+        )
+        requests = []
+        for prompt, draw in zip(prompts, draws, strict=True):
+            drawn = {} if draw is None else {"sampling": draw, "key": jax.random.key(7)}
+            requests += engine.submit(prompt, max_new_tokens=20, stop_tokens=(11,), **drawn)
+        engine.run()
+        return [request.tokens for request in requests], engine
+
+    want, plain = answers(kvjax.Full(), None)
+    found, engine = answers(POLICY, SelfDraft(tokens=3))
+    assert found == want
+    assert plain.speculation() is None
+    told = engine.speculation()
+    assert told is not None
+    assert 0 < told.accepted < told.drafted
+
+
+def test_an_engine_refuses_drafts_from_the_text_of_one_run() -> None:
+    model = Decoder(CONFIG, rngs=nnx.Rngs(3))
+    cache = kvjax.init(POLICY, model.spec(2, 96), layers=CONFIG.layers)
+    with pytest.raises(
+        ValueError, match=r"must be 'self' or a kvjax\.SelfDraft, got a PromptLookup"
+    ):
+        kvjax.Engine(model, cache, speculate="prompt-lookup")
