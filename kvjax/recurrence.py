@@ -9,17 +9,21 @@ cache computes the outputs: see `kvjax.policies.Recurrent`.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from kvjax.attention import MOST_STEPS
-from kvjax.cache.cache import LayerCache, check_layer_cache
+from kvjax.cache.cache import LayerCache, check_layer_cache, placement_of, specs_of
 from kvjax.call import row_counts
 from kvjax.policies.recurrent import Recurrent, RecurrentState, where_rows
+from kvjax.sharding.placement import run_on_parts, to_context
 from kvjax.validation import check_flags
 
 T = TypeVar("T")
@@ -63,13 +67,36 @@ def advance(
     count = row_counts(size, tokens, lengths, active)
     if lengths is not None or active is not None:
         inputs = _without_padding(inputs, count)
-    if steps or tokens == 1:
-        out, state = _decode(policy, cache.state, inputs, weights, count)
-    else:
-        out, state = _read(
-            policy, cache.state, inputs, weights, count, all_rows=lengths is None
-        )
+    run: Callable[..., tuple[Array, RecurrentState]] = partial(_decode, policy)
+    if tokens > 1 and not steps:
+        run = partial(_read, policy, all_rows=lengths is None)
+    if cache.placement is not None:
+        return _run_on_parts(run, cache, inputs, weights, count)
+    out, state = run(cache.state, inputs, weights, count)
     return out, dataclasses.replace(cache, state=state)
+
+
+def _run_on_parts(
+    run: Callable[..., tuple[Array, RecurrentState]],
+    cache: LayerCache,
+    inputs: Any,
+    weights: Any,
+    count: Array,
+) -> tuple[Array, LayerCache]:
+    """`run` by each device for its rows; all devices of heads and of context do the same."""
+    placement = placement_of(cache)
+    rows = placement.spec("B")
+    state = specs_of(cache)
+    in_specs = (
+        state,
+        jax.tree.map(lambda _: rows, inputs),
+        jax.tree.map(lambda _: PartitionSpec(), weights),
+        rows,
+    )
+    out, new = run_on_parts(
+        placement, run, in_specs, (rows, state), cache.state, inputs, weights, count
+    )
+    return to_context(out, rows), dataclasses.replace(cache, state=new)
 
 
 def _decode(

@@ -406,7 +406,7 @@ class Scores:
             ptx(f"cp.async.wait_group {stages - 1};")
             simt.warp_barrier()
             at = stage(i)
-            steps_of = [load_steps(at + p * (2 * PART)) for p in range(parts)]
+            steps_of = [load_steps(at + p * (2 * PART) if p else at) for p in range(parts)]
             codes_of = [
                 [load_codes(at + (u * codes + p * (UNIT * 16))) for u in range(at_once)]
                 for p in range(parts)

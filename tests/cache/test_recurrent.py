@@ -19,8 +19,8 @@ from kvjax.generation.spec_prefill import SpecPrefill
 from kvjax.models import Decoder, DecoderConfig, GatedDelta, ShortConv
 from kvjax.policies import Recurrent, RecurrentLayers
 from kvjax.recurrence import advance
-from kvjax.serve.places import with_small_slots
 from kvjax.serve.prefixes import prefixed_like
+from kvjax.serve.slots import with_small_slots
 
 NET = GatedDelta(key_heads=1, value_heads=2, key_dim=4, value_dim=6, kernel=3)
 CONFIG = DecoderConfig(

@@ -5,6 +5,7 @@ and random, every field of the config off its default, in files as users have th
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from functools import cache
 from typing import Any
@@ -325,3 +326,113 @@ def test_saved_model_is_read_by_transformers(pair_of, family, tmp_path):
     assert wanted.keys() == given.keys()
     for name, tensor in wanted.items():
         np.testing.assert_array_equal(given[name].numpy(), tensor.numpy(), err_msg=name)
+
+
+PUBLISHED = {
+    # config.json of the checkpoints of these names, without fields of training and of images
+    "Qwen3-Next-80B-A3B-Instruct": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "decoder_sparse_step": 1,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "max_position_embeddings": 262144,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "num_attention_heads": 16,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "shared_expert_intermediate_size": 512,
+        "vocab_size": 151936,
+    },
+    "Qwen3.5-27B": {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "tie_word_embeddings": False,
+        "text_config": {
+            "model_type": "qwen3_5_text",
+            "attn_output_gate": True,
+            "full_attention_interval": 4,
+            "head_dim": 256,
+            "hidden_size": 5120,
+            "intermediate_size": 17408,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 48,
+            "linear_value_head_dim": 128,
+            "max_position_embeddings": 262144,
+            "num_attention_heads": 24,
+            "num_hidden_layers": 64,
+            "num_key_value_heads": 4,
+            "rope_parameters": {
+                "mrope_interleaved": True,
+                "mrope_section": [11, 11, 10],
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 10000000,
+                "rope_type": "default",
+            },
+            "vocab_size": 248320,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configurations_are_read_as_transformers_reads_them(name):
+    import transformers
+
+    fields = models.weights.text_fields(models.config.Fields(PUBLISHED[name]))
+    config = models.weights.find_family(fields).configure(fields)
+    raw = {key: value for key, value in fields.raw.items() if key != "architectures"}
+    theirs = transformers.AutoConfig.for_model(**raw)
+    own = {
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.q_heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_positions,
+        "linear_num_value_heads": config.mixer.value_heads,
+        "linear_key_head_dim": config.mixer.key_dim,
+        "rms_norm_eps": config.norm_eps,
+    }
+    assert own == {field: getattr(theirs, field) for field in own}
+    linear = [i for i, kind in enumerate(theirs.layer_types) if kind == "linear_attention"]
+    assert list(config.recurrent) == linear
+    assert config.rotated == 64
+    assert config.rope.theta == theirs.rope_parameters["rope_theta"]
+    shrunk = dataclasses.replace(
+        config, layers=4, windows=(), recurrent=(0, 1, 2), vocab_size=32
+    )
+    spec = shrunk.spec(1, 64, "bfloat16")
+    assert kvjax.init(kvjax.Full(), spec, layers=4).layers[3].spec.head_dim == 256
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"attn_output_gate": False}, "attn_output_gate in"),
+        ({"layer_types": ["mamba"] * 64}, "layer_types in .* has mamba"),
+        ({"layer_types": ["linear_attention"] * 64}, "a list with full_attention in it"),
+        ({"linear_num_key_heads": 7}, "key_heads must divide value_heads"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_configurations_that_are_not_supported_are_refused(change, said):
+    text = PUBLISHED["Qwen3.5-27B"]["text_config"] | change
+    fields = models.config.Fields(text)
+    with pytest.raises(ValueError, match=said):
+        models.weights.find_family(fields).configure(fields)
