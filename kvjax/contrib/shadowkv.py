@@ -9,6 +9,7 @@ split into chunks.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -119,6 +120,14 @@ def shadowkv(
 EMPTY = 2.0  # above every cosine: a place that holds no page
 
 
+_LARGEST_HALF = float(jnp.finfo(jnp.float16).max)
+
+
+def _reach(numbers: int) -> float:
+    """A power of two that is at least the length of a vector of so many ones."""
+    return 2.0 ** math.ceil(math.log2(numbers) / 2)
+
+
 @register_dataclass
 @dataclass(frozen=True)
 class LowRankBlock:
@@ -128,7 +137,9 @@ class LowRankBlock:
     """
 
     coefficients: Array  # dtype[B, 1, S, r]
-    basis: Array  # f32[B, r K D] orthonormal rows of the keys of all heads, side by side
+    # f32[B, r K D] orthogonal rows of the keys of all heads, side by side: of length 1, or with
+    # float16, which cannot hold coefficients of the largest keys, of a greater one
+    basis: Array
     place: Array  # i32[B, K, P] which of the O exact pages a page is; -1 for none
     exact_k: Array  # dtype[B, K O Z D]
     exact_v: Array  # dtype[B, K O Z D]
@@ -243,16 +254,30 @@ class LowRank(Store):
             back=True,
         )
         starts = (st.count == 0) & (count > 0)
+        half = st.coefficients.dtype == jnp.float16
 
         def learnt(basis: Array) -> Array:
             first = jnp.where(
                 starts[:, None, None, None], plain[:, :, : self.learn], 0.0
             )  # padding may be NaN
-            new = self._learn(first).reshape(basis.shape)
+            new = self._learn(first)
+            if half:
+                new *= _reach(new.shape[2])
+            new = new.reshape(basis.shape)
             return jnp.where(starts[:, None], new, basis)
 
         basis = lax.cond(jnp.any(starts), learnt, lambda basis: basis, st.basis)
-        coefficients = self._project(plain, basis).astype(st.coefficients.dtype)
+        coefficients = self._project(plain, basis)
+        if half:
+            # By the basis itself, as rows of older saves have one of length 1.
+            lengths = jnp.sum(
+                jnp.square(
+                    basis.reshape(st.coefficients.shape[0], st.coefficients.shape[3], -1)
+                ),
+                axis=-1,
+            )
+            coefficients /= jnp.maximum(lengths, 1.0)[:, None, None]
+        coefficients = coefficients.astype(st.coefficients.dtype)
         stored = replace(
             st,
             coefficients=write(st.coefficients, coefficients, st.count, count),
@@ -391,6 +416,8 @@ class LowRank(Store):
             preferred_element_type=jnp.float32,
         )
         k = self._turn(k, slots, back=False)
+        if coefficients.dtype == jnp.float16:  # what is near the largest number may lie beyond
+            k = jnp.clip(k, -_LARGEST_HALF, _LARGEST_HALF)
         # Slots that are not valid may give any value. Both halves are one value.
         v = jnp.concatenate(self.values.gather(st.values, selection), axis=-1)
         if not self.outliers:

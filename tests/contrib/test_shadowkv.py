@@ -109,6 +109,22 @@ def test_keys_of_low_rank_come_back_and_a_full_rank_loses_nothing() -> None:
         np.testing.assert_array_equal(v, k)
 
 
+@pytest.mark.parametrize("rope", [True, False])
+@pytest.mark.parametrize("size", [1.0, 2e4, 6e4])
+def test_keys_of_float16_come_back_up_to_the_largest(size: float, rope: bool) -> None:
+    rng = np.random.default_rng(0)
+    low = np.sign(rng.normal(size=(96, 1))) * np.sign(rng.normal(size=(1, 64)))
+    plain = (size * low).reshape(96, 4, 16)
+    if rope:  # turning may make one of a pair larger than both
+        plain = turned(plain / 1.5, np.arange(96), 1)
+    k = plain.swapaxes(0, 1)[None].astype(np.float16)
+    turning = models.rope.Default(theta=THETA) if rope else None
+    store = LowRank(rank=40, page=8, outliers=0, learn=48, rope=turning, values=Dense())
+    got, _ = jax.jit(store.decoded)(k, k)
+    error = np.abs(np.asarray(got, np.float64) - k.astype(np.float64))
+    assert error.max() < 0.005 * size
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
