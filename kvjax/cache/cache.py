@@ -527,10 +527,8 @@ def run_by_part(
     PartitionSpecs of `operands`.
     """
     layers = layers_of(cache)
-    states, layer_specs = (
-        [layer.state for layer in layers],
-        [specs_of(layer) for layer in layers],
-    )
+    states = [layer.state for layer in layers]
+    layer_specs = [specs_of(layer) for layer in layers]
 
     def local(states: list[Any], *operands: Any) -> list[Any]:
         mine = f(

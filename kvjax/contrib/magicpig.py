@@ -197,10 +197,8 @@ class SimHash:
             place = stripes.place(place)
 
         more = -T % TOGETHER
-        k, place = (
-            jnp.pad(k, ((0, 0), (0, 0), (0, more), (0, 0))),
-            jnp.pad(place, ((0, 0), (0, more))),
-        )
+        k = jnp.pad(k, ((0, 0), (0, 0), (0, more), (0, 0)))
+        place = jnp.pad(place, ((0, 0), (0, more)))
 
         def hash_some(first: Array) -> Array:
             keys = lax.dynamic_slice_in_dim(k, first, TOGETHER, axis=2)
@@ -530,11 +528,9 @@ class Sampled(Zoned):
         log_weights = jnp.where(jnp.isposinf(share)[..., None] | ~valid, 0.0, log_weights)
         valid = valid.reshape(B, K * G, M)
         v = keep_valid(v.reshape(B, K * G, M, D), valid)
-        q, k, bias = (
-            q.reshape(B, K * G, 1, D),
-            k.reshape(B, K * G, M, D),
-            log_weights.reshape(B, K * G, 1, M),
-        )
+        q = q.reshape(B, K * G, 1, D)
+        k = k.reshape(B, K * G, M, D)
+        bias = log_weights.reshape(B, K * G, 1, M)
         part = attend_part(q, k, v, valid[:, :, None], logits=logits, bias=bias)
         return PartialAttention(
             part.out.reshape(B, K, G, D), part.lse.reshape(B, K, G)

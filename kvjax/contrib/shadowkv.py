@@ -545,10 +545,8 @@ class OutlierRetrieval(Retrieval):
     shares_prefixes = False  # a row has its own basis and outliers
 
     def __post_init__(self) -> None:
-        verbs, example = (
-            ("init", "append", "kept", "kept_slots"),
-            "kvjax.contrib.shadowkv.LowRank()",
-        )
+        verbs = ("init", "append", "kept", "kept_slots")
+        example = "kvjax.contrib.shadowkv.LowRank()"
         check_verbs(
             "OutlierRetrieval(store=...)", self.store, "a store of exact pages", verbs, example
         )

@@ -236,10 +236,8 @@ class Candidates:
         )
         valid = jnp.broadcast_to(units.valid[..., None], slots.shape)
         shape = *slots.shape[:3], -1
-        slots, valid = (
-            split_steps(slots.reshape(shape), self.steps),
-            split_steps(valid.reshape(shape), self.steps),
-        )
+        slots = split_steps(slots.reshape(shape), self.steps)
+        valid = split_steps(valid.reshape(shape), self.steps)
         (start, stop), (_, first, end) = self.span, self.pending
         start, stop, first, end = map(self.of_groups, (start, stop, first, end - self.local))
         recent = slots - stored * unit

@@ -97,10 +97,8 @@ def attend_quantized(
                 tuple(slice_tokens(a, first, block) for a in (keys, values))
             )
             if not folds:
-                k, v = (
-                    decoded(kb, D).astype(dtype),
-                    keep_valid(decoded(vb, D), seen).astype(dtype),
-                )
+                k = decoded(kb, D).astype(dtype)
+                v = keep_valid(decoded(vb, D), seen).astype(dtype)
                 return attend_part(q, k, v, mask[:, None], logits=logits)
             weights, total, lse = exp_weights(logits.of(_scores(q, kb)), mask[:, None])
             return PartialAttention(_mix(weights, vb, seen, D) / total[..., None], lse)

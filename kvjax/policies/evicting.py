@@ -671,14 +671,10 @@ class Evicting(Policy):
         position, slots = jnp.where(valid, st.position, -1), self._share(st.tokens.slots)
         held = Held(st.evidence, position, end, slots, st.tokens.k, st.tokens.v, st.memory)
         worth = jnp.where(valid, lax.stop_gradient(self._worth(held, st.stays)), jnp.inf)
-        age, slot = (
-            jnp.where(valid, st.position, NEVER),
-            lax.broadcasted_iota(jnp.int32, position.shape, 2),
-        )
-        operands, last = (
-            (worth, age, vary_with(slot, worth)),
-            (jnp.float32(jnp.inf), jnp.int32(NEVER), jnp.int32(0)),
-        )
+        age = jnp.where(valid, st.position, NEVER)
+        slot = lax.broadcasted_iota(jnp.int32, position.shape, 2)
+        operands = (worth, age, vary_with(slot, worth))
+        last = (jnp.float32(jnp.inf), jnp.int32(NEVER), jnp.int32(0))
 
         def least(
             a: tuple[Array, ...], b: tuple[Array, ...]

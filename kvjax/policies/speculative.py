@@ -151,10 +151,8 @@ class Speculative(Policy):
                 f"hold; use kvjax.Fifo(leave={demote.leave})"
             )
         if self.retrieval.selected == 0:
-            base, unit = (
-                self.retrieval.sink + self.retrieval.local,
-                self.retrieval.selector.unit,
-            )
+            base = self.retrieval.sink + self.retrieval.local
+            unit = self.retrieval.selector.unit
             raise ValueError(
                 f"budget={self.retrieval.budget} leaves nothing besides sink + local = {self.retrieval.sink} + "
                 f"{self.retrieval.local} that Speculative could reuse; raise it to at least {base + unit}"
@@ -486,10 +484,8 @@ class Speculative(Policy):
         """
         policy, zones = self.retrieval, st.zones
         slots = zones.store.slots
-        leaving, staying = (
-            policy.demote.leaving(policy.local),
-            policy.demote.staying(policy.local),
-        )
+        leaving = policy.demote.leaving(policy.local)
+        staying = policy.demote.staying(policy.local)
         # new place of slot r: in the chunk that leaves, or from `slots` on
         place = [0] * zones.recent.slots
         for i, r in enumerate(leaving):

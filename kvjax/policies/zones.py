@@ -283,10 +283,8 @@ class Zoned(Policy):
         chunk, stay = self.demote.leave, self._stay
         history_count = jnp.clip((rest - stay) // chunk, 0, st.store.count // chunk) * chunk
 
-        history, index = (
-            self.store.truncate(st.store, history_count),
-            self.truncate_index(st.index, history_count),
-        )
+        history = self.store.truncate(st.store, history_count)
+        index = self.truncate_index(st.index, history_count)
 
         # Slot r of the recent block gets the token at place history_count + r, from the history
         # or from the block.
@@ -348,10 +346,8 @@ class Zoned(Policy):
         """The slots i32[B, ...] of `positions` i32[B, ...] past the sink, as `positions` counts
         them, if tokens leave the recent block in order."""
         by_row = (-1, *(1,) * (positions.ndim - 1))
-        place, count = (
-            positions - st.offset_store.reshape(by_row),
-            st.store.count.reshape(by_row),
-        )
+        place = positions - st.offset_store.reshape(by_row)
+        count = st.store.count.reshape(by_row)
         return jnp.where(place < count, place, st.store.slots + place - count)
 
     def _history(self, slots: Array) -> Array:
@@ -543,10 +539,8 @@ class SelectedZones(Zoned):
         if seen.first is not None:
             visible &= beside >= seen.first[:, None]
         shape = (*lead, beside.shape[1])
-        beside, visible = (
-            lax.broadcast_in_dim(beside, shape, (0, 3)),
-            lax.broadcast_in_dim(visible, shape, (0, 3)),
-        )
+        beside = lax.broadcast_in_dim(beside, shape, (0, 3))
+        visible = lax.broadcast_in_dim(visible, shape, (0, 3))
         positions = jnp.concatenate([self.positions(st, selection.slots), beside], axis=-1)
         positions = jnp.where(
             jnp.concatenate([selection.valid, visible], axis=-1), positions, -1

@@ -160,10 +160,8 @@ class Paris(Selector):
 
     def init(self, spec: CacheSpec, slots: int) -> ParisIndex:
         lead, D = (spec.batch, spec.kv_heads, slots), spec.head_dim
-        N, weights = (
-            D // self.subspace,
-            jnp.dtype(jnp.uint16 if self.radius_bits == 16 else jnp.uint8),
-        )
+        N = D // self.subspace
+        weights = jnp.dtype(jnp.uint16 if self.radius_bits == 16 else jnp.uint8)
         widths = N if self.radius_bits == 16 else 2 + N // 2
         shapes = (D // 8, jnp.uint8), (3 * D // 8, jnp.uint8), (widths, weights)
         codes = Directions(*(jnp.zeros((*lead, width), dtype) for width, dtype in shapes))

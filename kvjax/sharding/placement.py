@@ -262,10 +262,8 @@ def in_order_of_place(
     if placement is None or placement.policy_of_part(policy) is policy:
         return state
     parts = placement.parts("context")
-    turns, mesh = (
-        policy.turns(spec, parts),
-        Mesh(placement.mesh.devices, placement.mesh.axis_names),
-    )
+    turns = policy.turns(spec, parts)
+    mesh = Mesh(placement.mesh.devices, placement.mesh.axis_names)
 
     def moved(leaf: Any, letters: str) -> Any:
         if "S" not in letters:

@@ -101,10 +101,8 @@ class Prefixed(Sharing, Wrapper):
 
         def read(first: int) -> list[Array]:
             rows = slice(first, first + at_once)
-            chunk, own = (
-                queries[:, :, :, rows],
-                None if starts is None else starts[:, rows].reshape(len(starts), -1),
-            )
+            chunk = queries[:, :, :, rows]
+            own = None if starts is None else starts[:, rows].reshape(len(starts), -1)
             part = self.store.attend_chunk(
                 st.shared.value, chunk.reshape(*chunk.shape[:3], -1, D), own, logits=logits
             )
