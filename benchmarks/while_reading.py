@@ -34,6 +34,7 @@ CONFIG = DecoderConfig(
     q_heads=2,
     kv_heads=1,
     head_dim=8,
+    max_position_embeddings=2**20,
 )
 SHORT = 8  # tokens of a short prompt
 KEY = ("tokens", "chunk", "block", "prompt_tokens", "short_ones")
@@ -96,7 +97,7 @@ class Stepper:
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     model = Decoder(CONFIG, rngs=nnx.Rngs(0))
     capacity = given.tokens + 64
-    streamed_tokens = min(given.tokens, 100_000)
+    streamed_tokens = capacity - 8
     cache = kvjax.init(kvjax.Full(), model.spec(batch=4, capacity=capacity), layers=1)
     engine = kvjax.Engine(
         model, cache, chunk=given.chunk, block=given.block, prompt_tokens=given.prompt_tokens

@@ -420,13 +420,47 @@ def test_a_client_that_leaves_before_its_first_event_frees_its_slot(url, app, se
     idle(app)
 
 
+def test_the_next_turn_of_a_chat_reads_only_what_is_new(url, app, checkpoint):
+    """Or less, if the tokens of the answer are those of its text."""
+    engine = app.state.serving.engine
+    messages = [{"role": "user", "content": "Hello there, how are you today?"}]
+    first = checkpoint.encode(messages)
+
+    def say(messages):
+        before = engine.stats().prompt_tokens
+
+        async def talk(client):
+            return await client.chat.completions.create(
+                model="tiny", messages=messages, max_tokens=5, temperature=0
+            )
+
+        answer = run(url, talk).choices[0].message.content
+        idle(app)
+        return answer, engine.stats().prompt_tokens - before
+
+    answer, _ = say(messages)
+    messages += [
+        {"role": "assistant", "content": answer},
+        {"role": "user", "content": "And now?"},
+    ]
+    second = checkpoint.encode(messages)
+    known = next(
+        (i for i, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]),
+        len(first),
+    )
+    again, read = say(messages)
+    assert known > 5
+    assert read <= len(second) - known
+    assert again == checkpoint.generate(messages, max_new_tokens=5).text
+
+
 def test_a_step_that_fails_tells_all_clients(url, app, monkeypatch):
     """The last test of this app, whose engine then is broken."""
 
     def fail(*arguments, **settings):
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr(kvjax.serve.engine, "_run_loop", fail)
+    monkeypatch.setattr(kvjax.serve.slots, "_run_loop", fail)
 
     async def talk(client):
         client = client.with_options(max_retries=0)
