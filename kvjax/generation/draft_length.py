@@ -2,9 +2,9 @@
 
 A decode step of a long context is bound by what it reads: the weights, and keys and values of
 all rows. A draft step reads the weights too, but of the cache only an index and the budget. So
-the time of either is taken to be that of its bytes. What a selection costs besides, in kernels
-and in launching them, is known from a measurement: the bytes of keys and values up to which
-attending to all of them is as fast as to select (`kvjax/policies/short.json`).
+the time of either is that of its bytes, and of the kernels that read little: for each layer,
+and once more for each layer that selects. `benchmarks/results/lossless.json` has the steps of
+whole models from which these are taken, on one H200.
 
 If each token of a draft is right with probability a, given that those before it are, a draft of
 n tokens gives 1 + a + ... + a^n tokens in the time of n draft steps and one verification.
@@ -30,12 +30,18 @@ from kvjax.spec import CacheSpec
 # (`benchmarks/NOTES.md`).
 VERIFICATION = 1.1
 # Share of drafted tokens that are right before a row has drafted any, and the number of tokens
-# which that expectation counts as. fier, quest and pariskv agreed with full attention in .91 to
-# .96 of the tokens of a novel, at budgets of 1024 and 2048.
-USUAL = 0.9
+# which that expectation counts as. fier at a budget of 1024 agreed with full attention in .935 to
+# .99 of the tokens of three texts of 4096 and 16384 tokens (`lossless_acceptance.json`).
+USUAL = 0.93
 TRUST = 4.0
 MEMORY = 0.9  # of what a row counted, from one round to the next
 PRICE = 0.25  # of a draft step in verifications, where step times are not known
+# Bytes that a GPU reads in the time of a layer's small kernels, and of those of a selection: 40 us
+# each at 4.4 TB/s.
+KERNELS = 176e6
+# Time of a selection's reads, from an index and at single tokens, over that of as many bytes in
+# a row.
+SCATTERED = 1.5
 WORTH = 1.05  # times as fast as full attention, at least; with less nothing is drafted
 
 
@@ -81,14 +87,16 @@ def step_costs(cache: Cache, weights: float, length: int) -> StepCosts | None:
             continue
         spec = layer.spec if layer.placement is None else layer.placement.local(layer.spec)
         everything = spec.batch * min(length, spec.capacity) * _token_bytes(layer.policy, spec)
-        budget = getattr(
-            layer.policy, "budget", budget
-        )  # a layer that follows has that of its anchor
-        full += everything
-        part = spec.batch * budget * _key_value_bytes(spec) + _selection(
-            layer.policy, spec, length
-        )
-        draft += min(part, everything) if selects(layer.policy) else everything
+        # a layer that follows has the budget of its anchor
+        budget = getattr(layer.policy, "budget", budget)
+        full += everything + KERNELS
+        draft += KERNELS
+        if selects(layer.policy):
+            selected = spec.batch * budget * _key_value_bytes(spec)
+            read = selected + _index_bytes(layer.policy, spec, length)
+            draft += min(SCATTERED * read, everything) + KERNELS
+        else:
+            draft += everything
     return StepCosts(full, draft)
 
 
@@ -130,13 +138,10 @@ def tokens_in_one_pass(spec: CacheSpec) -> int:
     return int(np.clip(together // spec.group - 1, 3, 7))
 
 
-def _selection(policy: Policy, spec: CacheSpec, length: int) -> float:
-    """Bytes that stand for the selection of a layer: of its index, and for all that is not
-    reading.
-    """
+def _index_bytes(policy: Policy, spec: CacheSpec, length: int) -> float:
+    """Bytes of its index that a step reads, over all rows."""
     selector: Any = getattr(policy, "selector", None)
-    index = 0.0 if selector is None else spec.batch * selector.bytes_read(spec, length)
-    return index + _known().get(_name(policy), 0)
+    return 0.0 if selector is None else spec.batch * selector.bytes_read(spec, length)
 
 
 def _name(policy: Any) -> str:
@@ -144,10 +149,9 @@ def _name(policy: Any) -> str:
     return type(getattr(policy, "selector", getattr(policy, "hashing", None))).__name__
 
 
-def _known() -> dict[str, float]:
-    """The bytes of `short.json` for this kind of device, by selector."""
-    found = measured().get(ops.device_kind() or "", {})
-    return {name: entry["bytes"] for name, entry in found.items()}
+def _known() -> frozenset[str]:
+    """The selectors that were timed on this kind of device."""
+    return frozenset(measured().get(ops.device_kind() or "", {}))
 
 
 @cached

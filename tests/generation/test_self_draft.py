@@ -120,8 +120,7 @@ def test_drafts_pay_where_the_cache_outweighs_the_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By step times that are known for an H200."""
-    known = {"Fier": 33554432}
-    monkeypatch.setattr(draft_length, "_known", lambda: known)
+    monkeypatch.setattr(draft_length, "_known", lambda: frozenset({"Fier"}))
     policy = Retrieval(selector=kvjax.Fier(), budget=1024)
     weights = 3.1e9
 
@@ -135,4 +134,5 @@ def test_drafts_pay_where_the_cache_outweighs_the_weights(
         return draft_length.why_idle(cache, costs, 4)
 
     assert idle(32768, 24) is None
-    assert "the cache is so short" in (idle(2048, 1) or "")
+    for length, batch in ((2048, 1), (8192, 24), (32768, 8)):
+        assert "the cache is so short" in (idle(length, batch) or "")
