@@ -60,6 +60,22 @@ class Preset:
         about = make.__dict__.get("published", Published())
         return cls(make, about.keeps, about.paper, about.paper_setting, about.released)
 
+    @classmethod
+    def of_own(cls, own: Own, label: str = "") -> Preset:
+        """The preset of a user's method, with what `published` wrote to its function."""
+        about = getattr(own.given, "published", None)
+        if not isinstance(about, Published):
+            about = Published()
+        return cls(
+            own.function(),
+            about.keeps,
+            about.paper,
+            about.paper_setting,
+            about.released,
+            own=own,
+            label=label,
+        )
+
     @property
     def name(self) -> str:
         return self.label or self.make.__name__

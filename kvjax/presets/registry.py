@@ -111,7 +111,7 @@ def own_preset(given: Any, name: str = "") -> Preset:
     True
     """
     own = Own.of(name or name_of(given), given)
-    return Preset(own.function(), own=own)
+    return Preset.of_own(own)
 
 
 def read(text: str, *, where: str = "cache") -> tuple[Preset, dict[str, Any]]:
@@ -144,10 +144,10 @@ def _find(text: str, where: str) -> tuple[Preset, str]:
         own = Own.of(f"{where} {wanted.text}", load(wanted, where=where))
         # In a table a method's name is short, unless a preset has it.
         label = f"{wanted.stem}.{wanted.name}" if wanted.name in REGISTRY else wanted.name
-        return Preset(own.function(), own=own, label=label), wanted.text
+        return Preset.of_own(own, label), wanted.text
     if name in others:
         own = Own.of(f"{where} {name}", load_announced(others[name], where=where))
-        return Preset(own.function(), own=own, label=name), head
+        return Preset.of_own(own, name), head
     raise _unknown(text, known)
 
 

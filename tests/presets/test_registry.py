@@ -1,9 +1,11 @@
 """The table of presets, each method's least budget, and the settings of its paper."""
 
+import dataclasses
 import inspect
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 from pkgutil import iter_modules
 
 import pytest
@@ -44,6 +46,21 @@ print(before, after)
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True
     )
     assert done.stdout.strip() == "[] ['kvjax.contrib.adakv']"
+
+
+def test_a_file_of_contrib_copied_elsewhere_is_a_method_of_its_own(tmp_path: Path) -> None:
+    source = Path(import_module("kvjax.contrib.mikv").__file__ or "").read_text()
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        source.replace("def mikv(", "def mine(").replace("class Mixed(", "class Mine(")
+    )
+    mine.write_text(mine.read_text().replace(" Mixed(", " Mine("))
+    preset = presets.find(f"{mine}:mine")
+    assert preset.paper == REGISTRY["mikv"].paper
+    assert preset.keeps == REGISTRY["mikv"].keeps
+    policy = presets.parse(f"{mine}:mine:budget=64").rest
+    assert type(policy).__name__ == "Mine"
+    assert dataclasses.asdict(policy) == dataclasses.asdict(presets.mikv(64).rest)
 
 
 @pytest.mark.parametrize("name", WITH_BUDGET)
