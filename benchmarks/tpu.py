@@ -33,6 +33,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib.metadata import version
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -306,11 +307,13 @@ class Program:
         updated = [i for i in inside.values() if i["kind"] == "dynamic-update-slice"]
         for operand, parameter in zip(operands, parameters, strict=False):
             users = [i for i in inside.values() if parameter["name"] in operand_names(i)]
+            # A slice or an update reads its first operand only in part.
+            partly = all(operand_names(i)[0] == parameter["name"] for i in users)
             kinds = {i["kind"] for i in users}
-            if kinds == {"dynamic-slice"}:
+            if partly and kinds == {"dynamic-slice"}:
                 part = sum(size_of(i["shape"]) for i in users)
                 total += part if size_of(operand["shape"]) else 0
-            elif "dynamic-update-slice" not in kinds:
+            elif not partly or "dynamic-update-slice" not in kinds:
                 total += size_of(operand["shape"])
         if not updated:
             return total + size_of(found["shape"])
@@ -404,6 +407,26 @@ def measure_all(given: argparse.Namespace) -> Iterator[Row]:
                     yield measure(chip, preset, name, spec, run, args, (0,), given.hlo)
 
 
+def about() -> dict[str, Any]:
+    """The provenance of a run, with the version of the compiler; JSON."""
+    made = provenance()
+    return made | {"versions": made["versions"] | {"libtpu": version("libtpu")}}
+
+
+def save(path: Path, run: dict[str, Any]) -> None:
+    """Adds a run to those of a file, from which it removes earlier rows of the same programs."""
+    runs = json.loads(path.read_text())["runs"] if path.exists() else []
+    measured = set(map(program_of, run["rows"]))
+    for earlier in runs:
+        earlier["rows"] = [row for row in earlier["rows"] if program_of(row) not in measured]
+    runs = [earlier for earlier in runs if earlier["rows"]]
+    path.write_text(json.dumps({"runs": [*runs, run]}, indent=1) + "\n")
+
+
+def program_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("chip", "preset", "program", "rows", "capacity"))
+
+
 def shown(row: Row) -> str:
     return (
         f"{row.chip:6} {row.preset:14} {row.program:7} {row.bytes / 1e6:9.1f} MB  temp {row.temp / 1e6:8.2f} MB  "
@@ -426,7 +449,7 @@ def main(args: Sequence[str] | None = None) -> None:
         action="store_true",
         help="fail on a copy as large as a cache, or much temporary memory",
     )
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="a file of runs, to which this one is added")
     parser.add_argument("--hlo", type=Path, help="a folder for the compiled programs")
     given = parser.parse_args(args)
     rows = []
@@ -434,8 +457,7 @@ def main(args: Sequence[str] | None = None) -> None:
         print(shown(row), flush=True)
         rows.append(row)
         if given.json is not None:
-            content = {"provenance": provenance(), "rows": [asdict(row) for row in rows]}
-            given.json.write_text(json.dumps(content, indent=1) + "\n")
+            save(given.json, {"provenance": about(), "rows": [asdict(row) for row in rows]})
     if given.check and any(row.faults for row in rows):
         sys.exit(1)
 

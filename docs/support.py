@@ -270,10 +270,10 @@ def page() -> str:
     return f"""# Support matrix
 
 `python -m docs.support` writes this page: it tries each feature on each method. Methods run on every platform of JAX,
-but TPUs and AMD's GPUs are untested: tests lower each preset's step and prompt for both, and none has run. The kernels
-need an NVIDIA GPU of [these](#gpus) and jax 0.11 or later. Elsewhere plain JAX does the same work, or on any GPU
-attends to all where an H100 does so faster ([how fast](performance.md#the-same-in-plain-jax)). An export with kernels
-is for CUDA alone: make one for each platform.
+but none has run on a TPU or on one of AMD's GPUs: tests lower each preset's step and prompt for both, and the TPU's
+compiler has compiled [some](#tpus). The kernels need an NVIDIA GPU of [these](#gpus) and jax 0.11 or later. Elsewhere
+plain JAX does the same work, or on any GPU attends to all where an H100 does so faster ([how
+fast](performance.md#the-same-in-plain-jax)). An export with kernels is for CUDA alone: make one for each platform.
 
 ## Methods and features
 
@@ -316,6 +316,26 @@ table. With `--target 8.9` a larger GPU runs the forms of a smaller one.
 
 <!-- table: cards -->
 <!-- end -->
+
+## TPUs
+
+Compiled by the TPU's compiler, which needs no TPU, and never run on a chip. The table has what it says of a decode
+step of one layer of Llama-3.1-8B, budget 2048, in bf16, with the flush that a step may need: bytes read and written,
+beside dense attention that is written by hand and compiled in the same run; copies of arrays as large as the cache's;
+temporary memory; and the CPU seconds that it took to compile. Bytes are not time: a TPU begins each read of a token
+of 256 bytes as slowly as one of several KiB, so `fier` by single tokens gains less than its bytes say. `quest` and
+`fier:page=32` read pages. A loop whose rounds depend on the data, as in `logquant` and `kivi`, counts once.
+
+<!-- table: tpus -->
+<!-- end -->
+
+`pariskv` copies its codes to another layout in each step and moves more than dense attention does; `logquant` and
+`kivi` copy theirs with several rows. Steps of eight tokens and prompts have the logits of all their queries as
+temporary memory. `python benchmarks/tpu.py` compiles any preset for v5e, v6e and TPU7x. If you have a TPU, please run
+`kvjax compare --example --json` and send what it prints in an issue: `kvjax bench` is for GPUs.
+
+An export for a TPU, from a machine with libtpu, needs
+`disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")]`.
 
 ## Models
 

@@ -21,6 +21,7 @@ from docs.tables import (
     readme,
     scaling,
     speed,
+    tpus,
 )
 from docs.tables.decode_step import picture
 from docs.tables.reading import ROOT
@@ -51,6 +52,7 @@ TABLES: dict[str, Callable[[], str]] = {
         guides.host_codes,
         guides.shared_quality, guides.shared_steps,
         scaling.cells, scaling.links, scaling.prompts, scaling.scaling, gpus.gpus, gpus.cards,
+        tpus.tpus,
     )
 }  # fmt: skip
 
