@@ -33,6 +33,8 @@ from kvjax.call import (
     run,
     without_padding,
 )
+from kvjax.memory import has_host_arrays
+from kvjax.numerics.derivatives import refuse_vmap
 from kvjax.numerics.selection import Selection
 from kvjax.ops.chunk import (
     attend_chunk,
@@ -368,6 +370,14 @@ def _attend_steps(cache: LayerCache, call: Call) -> Attended:
 
     # A row may need a flush between its steps, whatever the others need. It takes its steps one
     # by one; the others do not wait for it, and take theirs together.
+    if has_host_arrays(cache.state):
+        # vmap makes a choice of a condition on data, and XLA cannot choose between such arrays.
+        why = (
+            "several decode steps of a cache in host memory do not run under jax.vmap; decode one token at a time, or "
+            "use rows of one cache instead of vmap"
+        )
+        q, k, count, _ = refuse_vmap(why, call.q, call.k, count, cache.length)
+        call = replace(call, q=q, k=k)
     cache = flush_full(cache, count > 0)
     late = count > policy.free(cache.state)
     of_late = replace(call, count=jnp.where(late, count, 0))

@@ -307,3 +307,10 @@ def in_host_memory(tree: Any) -> bool:
             if sharding.memory_kind != device.default_memory().kind:
                 return True
     return False
+
+
+def has_host_arrays(tree: Any) -> bool:
+    """Whether some array of a tree has the type of one in host memory, also on a CPU."""
+    return any(
+        jax.typeof(leaf).memory_space == jax.memory.Space.Host for leaf in jax.tree.leaves(tree)
+    )

@@ -15,7 +15,7 @@ from jax import Array, lax
 
 from kvjax import ops
 from kvjax.cache.cache import C, check_cache, layers_of, rows_to_flush, run_by_part, with_states
-from kvjax.memory import computed_last
+from kvjax.memory import computed_last, has_host_arrays
 from kvjax.policies import Policy
 
 S = TypeVar("S")
@@ -149,10 +149,7 @@ def _if_any(full: list[Array], demote: Callable[[S], S], states: S) -> S:
     def run(full: list[Array], states: S) -> S:
         return lax.cond(jnp.any(jnp.stack(full)), demote, lambda states: states, states)
 
-    if not any(
-        jax.typeof(leaf).memory_space == jax.memory.Space.Host
-        for leaf in jax.tree.leaves(states)
-    ):
+    if not has_host_arrays(states):
         return run(full, states)
 
     def batched(size: int, mapped: Any, full: list[Array], states: S) -> tuple[S, Any]:

@@ -17,6 +17,7 @@ import numpy as np
 from jax import Array, lax
 
 from kvjax import ops
+from kvjax.memory import has_host_arrays
 from kvjax.numerics.blocks import sum_pairs, write
 from kvjax.numerics.partial import (
     Logits,
@@ -504,7 +505,8 @@ class Sampled(Zoned):
                 log_weights
             )
 
-        if reaches_gpus() or few == 0:
+        # A condition under vmap would choose between copies of arrays in host memory.
+        if reaches_gpus() or few == 0 or has_host_arrays(st.store):
             return estimate(sample)
         return lax.cond(jnp.any(sample.valid[..., few:]), estimate, estimate_few, sample)
 

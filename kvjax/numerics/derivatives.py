@@ -101,3 +101,24 @@ def refuse_derivative(why: str, *arrays: Array) -> tuple[Array, ...]:
 
     same.defjvp(rule, symbolic_zeros=True)
     return same(*arrays)
+
+
+def refuse_vmap(why: str, *arrays: Array) -> tuple[Array, ...]:
+    """Returns `arrays` unchanged; raises ValueError with `why` if `jax.vmap` maps any of them.
+
+    >>> import jax.numpy as jnp
+    >>> jax.vmap(lambda x: refuse_vmap("one at a time", x)[0])(jnp.ones(2))
+    Traceback (most recent call last):
+        ...
+    ValueError: one at a time
+    """
+
+    @jax.custom_batching.custom_vmap
+    def same(*arrays: Array) -> tuple[Array, ...]:
+        return arrays
+
+    @same.def_vmap
+    def rule(size: int, mapped: Any, *arrays: Array) -> Any:
+        raise ValueError(why)
+
+    return same(*arrays)
