@@ -167,6 +167,8 @@ def init(
     Array([0], dtype=int32)
     """
     layers = require_int("init(layers=...)", layers, at_least=1)
+    if not isinstance(policy, list | tuple | PerLayer):
+        _check_policy("init(policy=...)", policy)
     _check_spec("init(spec=...)", spec)
     attend = layers - len(_recurrent_layers(spec, layers))
     if isinstance(policy, list | tuple):
@@ -178,8 +180,6 @@ def init(
             )
         for i, own in enumerate(policy):
             _check_policy(f"init(policy=...)[{i}]", own)
-    elif not isinstance(policy, PerLayer):
-        _check_policy("init(policy=...)", policy)
     by_layer = PerLayer.of(policy)
     by_layer.check(attend, spec.kv_heads)
     if not by_layer.reaches(attend):
