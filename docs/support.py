@@ -278,7 +278,8 @@ fast](performance.md#the-same-in-plain-jax)). An export with kernels is for CUDA
 ## Methods and features
 
 {table(["method", *TRACED, *SETTINGS], rows)}
-– is refused with an error. A blank means that the preset has no such setting.
+– is refused with an error. A blank means that the preset has no such setting. Under `vmap` a history in
+host memory takes one token a step.
 
 ## What is refused, and why
 

@@ -107,10 +107,10 @@ def refuse_vmap(why: str, *arrays: Array) -> tuple[Array, ...]:
     """Returns `arrays` unchanged; raises ValueError with `why` if `jax.vmap` maps any of them.
 
     >>> import jax.numpy as jnp
-    >>> jax.vmap(lambda x: refuse_vmap("one at a time", x)[0])(jnp.ones(2))
+    >>> jax.vmap(lambda x: refuse_vmap("one at a time", x)[0])(jnp.ones(2))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
-    ValueError: one at a time
+    ValueError: one at a time...
     """
 
     @jax.custom_batching.custom_vmap
