@@ -1,7 +1,7 @@
 """Any callable as a model: a pytree, which `jit` takes as an argument.
 
-A model is data and code. What is a pytree already, such as an nnx module or `jax.tree_util.Partial`,
-stays as it is. In other callables, arrays that can be told from the code are leaves:
+A model is data and code. A pytree, such as an nnx module or `jax.tree_util.Partial`, stays as it
+is. In other callables, arrays that can be told from the code are leaves:
 
 - the arguments of a `functools.partial`, such as `partial(module.apply, variables)` of Linen;
 - the variables of a bound Linen module, `module.bind(variables)`;
@@ -50,7 +50,7 @@ class Code:
 class Called:
     """`function`, called with arguments of its own before those of a call.
 
-    What the callable that a user gave declares of itself, it declares too.
+    It declares what the callable that a user gave declares of itself.
     """
 
     def __init__(

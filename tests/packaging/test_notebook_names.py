@@ -1,0 +1,71 @@
+"""What a notebook uses of kvjax is public: it stands on a page of docs/api."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+def find(name: str) -> Any:
+    """The object of a dotted name; None if there is none."""
+    found: Any = importlib.import_module("kvjax")
+    for part in name.split(".")[1:]:
+        if not hasattr(found, part) and isinstance(found, ModuleType):
+            try:
+                importlib.import_module(f"{found.__name__}.{part}")
+            except ImportError:
+                return None
+        found = getattr(found, part, None)
+    return found
+
+
+@functools.cache
+def public() -> set[int]:
+    """The objects on the pages, by identity."""
+    names = []
+    for page in (ROOT / "docs" / "api").glob("*.rst"):
+        module = ""
+        for line in page.read_text().splitlines():
+            if line.startswith(".. currentmodule:: "):
+                module = line.split()[-1]
+            elif entry := re.fullmatch(r"   ([\w.]+)", line):
+                names.append(f"{module}.{entry[1]}")
+    return {id(found) for name in names if (found := find(name)) is not None}
+
+
+def used(notebook: Path) -> Iterator[str]:
+    """Dotted names of kvjax in the code of a notebook."""
+    for cell in json.loads(notebook.read_text())["cells"]:
+        if cell["cell_type"] != "code":
+            continue
+        for node in ast.walk(ast.parse("".join(cell["source"]))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvjax"):
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith("kvjax."):
+                yield ast.unparse(node)
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_names_of_kvjax_in_a_notebook_are_on_an_api_page(notebook: Path) -> None:
+    names = {name for name in used(notebook) if re.fullmatch(r"[\w.]+", name)}
+    assert names
+    absent = {
+        name
+        for name in names
+        if not isinstance(found := find(name), ModuleType)
+        and id(found) not in public()
+        and not name.endswith("__")
+    }
+    assert not absent, f"on no page of docs/api: {', '.join(sorted(absent))}"
