@@ -326,7 +326,7 @@ CASES |= {
 }
 
 _HISTORY = {"order_of_chunks_does_not_matter"}
-_BUDGET = {"recall_grows_with_budget"}
+_BUDGET = {"recall_grows_with_budget", "outstanding_key_is_read"}
 _TRUNCATE = {"truncate_gives_the_shorter_prompt"}
 _EXACT = {"exact_steps_attend_to_all_tokens"}
 _ROLLBACK = {"rollback_forgets_what_came_after"} | _TRUNCATE
