@@ -868,6 +868,7 @@ class Engine:
         """Notes the tokens of a block; `bad` bool[2] says where the logits had no best token."""
         new = tokens[tokens != PAD]
         self._used += len(new)
+        request.finite &= not bad.any()
         if request.done:  # since it was asked for
             return
         self._news[request] = None
@@ -946,11 +947,13 @@ class Engine:
         if self._kept is None:
             return
         waiting = list[_Leaving]()
+        in_flight = [request for block in self._blocks for _, request in block.rows]
         for one in self._leaving:
             request = one.request
-            if not request.done and not (one.prompt_only and request.tokens):
-                waiting.append(one)
-            elif request.reason == "error" or not request.tokens:
+            early = one.prompt_only and bool(request.tokens)
+            if not early and (not request.done or request in in_flight):
+                waiting.append(one)  # its last tokens may not be finite
+            elif not (request.finite or early) or not request.tokens:
                 self._kept.drop(one.row)
             else:
                 self._kept.settle(one.row, request.prompt if one.prompt_only else request.known)

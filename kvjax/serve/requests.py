@@ -37,6 +37,7 @@ class Request:
     state: Stage = Stage.WAITING
     reason: str | None = None  # of its end: "stop", "length", "cancelled" or "error"
     error: Exception | None = None  # that ended it
+    finite: bool = dataclasses.field(default=True, repr=False)  # all its logits, as far as seen
     asked: int = dataclasses.field(
         default=0, repr=False
     )  # tokens that the device was asked for

@@ -68,7 +68,8 @@ SHARING = ("full", "fier", "kivi", "share")  # whose rows may have a common pref
 EXACT = ("full", "windowed")  # a kept row gives the tokens of the request alone
 ODD = ("quest", "hosted", "logquant", "h2o", "windowed")
 KEPT: dict[str, tuple[int, ...]] = {name: (int(name in ODD),) for name in POLICIES} | {
-    "share": (0, 3)
+    "share": (0, 3),
+    "full": (0, 7027, 7122),  # kept rows whose last token was not finite
 }
 
 
