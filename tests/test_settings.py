@@ -75,7 +75,7 @@ NAMED |= {
 NAMED |= {
     name: kind
     for name, kind in vars(ropes).items()
-    if inspect.isclass(kind) and issubclass(kind, ropes.Rope) and kind is not ropes.Rope
+    if inspect.isclass(kind) and ropes.Rope in kind.__mro__[1:]
 }
 NAMED |= {"PromptLookup": kvjax.PromptLookup, "Layers": kvjax.presets.Layers}
 # What holds arrays, or is made by the library: no settings of a caller.
@@ -91,6 +91,7 @@ MADE = {
     "PackedSelection",
     "Step",
     "Logits",
+    "RecurrentLayers",
     "Candidates",
     "Visible",
 }
@@ -249,7 +250,22 @@ def test_numbers_and_words_are_given_by_name(name: str) -> None:
 
 
 # What a program changes as it runs; everything else is frozen, states and settings alike.
-CHANGES = {"Request", "Reading", "_Block", "Places", "Cell", "Rows", "_Request", "ByLayer"}
+CHANGES = {
+    "ByLayer",
+    "Cell",
+    "KeptRow",
+    "Places",
+    "Prompt",
+    "Reading",
+    "Request",
+    "Rows",
+    "SharedPrefixes",
+    "_Block",
+    "_Leaving",
+    "_Node",
+    "_Reading",
+    "_Request",
+}
 
 
 def test_settings_and_states_are_frozen() -> None:

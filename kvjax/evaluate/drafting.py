@@ -2,7 +2,7 @@
 needs no task.
 
 The steps are forced to follow the text of the exact model, and each names the token that it
-would have drafted. What counts is runs: a draft of 8 tokens is as good as the number of its
+would have drafted. Runs count: a draft of 8 tokens is as good as the number of its
 first tokens that are right, and that number decides how fast drafts are (`kvjax.SelfDraft`).
 """
 

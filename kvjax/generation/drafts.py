@@ -62,7 +62,7 @@ follow the first i of the tokens `fed`: the next token and its draft. Later ones
 
 @dataclass(frozen=True)
 class Round:
-    """What a step of the loop has before it verifies a draft."""
+    """The model, its cache and the tokens so far, before a step of the loop verifies a draft."""
 
     model: Any
     cache: Cache  # the text before `token`, flushed

@@ -60,7 +60,6 @@ from kvjax.generation.prompt_inputs import (
 )
 from kvjax.generation.sampling import Draws, Sampling, rows_of_draws, stack_draws
 from kvjax.memory import in_units, nbytes, on_host
-from kvjax.serve import kept_files
 from kvjax.serve.beginnings import (
     KeptRow,
     KeptRows,
@@ -535,6 +534,8 @@ class Engine:
           ValueError: an engine that keeps none.
           OSError: the directory cannot be written.
         """
+        from kvjax.serve import kept_files  # which imports orbax
+
         kept = self._keeping("save_prefixes")
         with self._turns:
             return kept_files.save(directory, kept.rows(), self._whole)
@@ -548,6 +549,8 @@ class Engine:
           ValueError: an engine that keeps none; prefixes of another model or another cache.
           DamagedSaveError: (a ValueError) files that are not those that were written.
         """
+        from kvjax.serve import kept_files  # which imports orbax
+
         kept = self._keeping("restore_prefixes")
         with self._turns:
             before = kept.count

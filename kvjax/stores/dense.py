@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ class Dense(Store):
     long to begin to read 256 bytes as to read several KiB.
     """
 
-    together: int = 1
+    together: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
         keep_ints(self, together=1)

@@ -500,7 +500,7 @@ def test_an_architecture_that_is_not_supported_names_those_that_are(write, no_re
         {"architectures": ["LlamaModel"]},
         {"architectures": ["MistralForCausalLM"]},  # with model_type llama
         {"architectures": None, "model_type": "qwen2_vl"},
-        {"architectures": ["Qwen3NextForCausalLM"], "model_type": ...},
+        {"architectures": ["DeepseekV3ForCausalLM"], "model_type": ...},
     ):
         with pytest.raises(ValueError, match="not supported; supported are") as error:
             models.load(write(**config))
