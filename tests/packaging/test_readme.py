@@ -134,6 +134,7 @@ def test_every_table_of_results_stands_on_a_page():
 def test_no_table_of_numbers_is_typed_by_hand(page):
     typed = tables.PLACE.sub("", read(page))
     for row in re.findall(r"^\|.*\|$", typed, re.MULTILINE):
+        row = row.replace("Qwen3.5", "Qwen")  # a name
         assert not re.search(r"\d*\.\d|\| *\d+ *\|", row), row
 
 
