@@ -10,9 +10,16 @@ import numpy as np
 
 
 def plain(value: Any) -> Any:
-    """A frozen dataclass as a dict that begins with its name; other values as JSON values."""
+    """A frozen dataclass as a dict that begins with its name; other values as JSON values.
+
+    A field whose metadata has saved=False is left out, as it changes nothing that is stored.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        fields = {
+            field.name: plain(getattr(value, field.name))
+            for field in dataclasses.fields(value)
+            if field.metadata.get("saved", True)
+        }
         return {"kind": type(value).__qualname__, **fields}
     if isinstance(value, tuple | list):
         return [plain(v) for v in value]

@@ -29,7 +29,8 @@ class Dense(Store):
     long to begin to read 256 bytes as to read several KiB.
     """
 
-    together: int = field(default=1, kw_only=True)
+    # How a selection is read, not what is stored: a save has no note of it.
+    together: int = field(default=1, kw_only=True, metadata={"saved": False})
 
     def __post_init__(self) -> None:
         keep_ints(self, together=1)

@@ -9,6 +9,7 @@ import pytest
 
 import kvjax
 from kvjax.serve import engine as engines
+from kvjax.serve import slots
 
 
 @pytest.fixture
@@ -27,7 +28,9 @@ def test_busy_rate_is_that_of_the_steps(monkeypatch, serving, waits):
         model, serving.cache_of(model, "full", 3, 64), block=4, chunk=8, max_waiting=64
     )
     clock, due = [0.0], []
-    loop, read, ready = engines._run_loop, engines._read_chunk, serving.jax.block_until_ready
+    loop = slots._run_loop
+    read = engines.read_chunk
+    ready = serving.jax.block_until_ready
 
     def run(*args, **settings):
         done, bad = loop(*args, **settings)
@@ -41,11 +44,11 @@ def test_busy_rate_is_that_of_the_steps(monkeypatch, serving, waits):
         return read(*args, **settings)
 
     def wait(arrays):
-        clock[0] += due.pop(0) if due and arrays else 0
+        clock[0] += due.pop(0) if due and serving.jax.tree.leaves(arrays) else 0
         return ready(arrays)
 
-    monkeypatch.setattr(engines, "_run_loop", run)
-    monkeypatch.setattr(engines, "_read_chunk", read_chunk)
+    monkeypatch.setattr(slots, "_run_loop", run)
+    monkeypatch.setattr(engines, "read_chunk", read_chunk)
     monkeypatch.setattr(serving.jax, "block_until_ready", wait)
     monkeypatch.setattr(serving, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     rng = np.random.default_rng(0)

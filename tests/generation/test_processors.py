@@ -263,7 +263,7 @@ def test_rows_of_a_batch_have_the_text_that_each_has_alone_and_settings_share_a_
     rows = [[10, 11, 10, 11], [12], [3, 4, 5, 6, 3, 4]]
     first = Processors(repetition_penalty=1.3, no_repeat_ngram_size=2)
     found = generate_rows(checkpoint, rows, first)
-    size = decode_loop._jitted._cache_size()
+    size = decode_loop._cache_size()
     for row, own in zip(rows, found, strict=True):
         assert generate_rows(checkpoint, [row] * 3, first)[0] == own
     generate_rows(
@@ -271,7 +271,7 @@ def test_rows_of_a_batch_have_the_text_that_each_has_alone_and_settings_share_a_
         rows,
         Processors(repetition_penalty=1.1, suppress_tokens=(3, 4), min_new_tokens=5),
     )
-    assert decode_loop._jitted._cache_size() == size
+    assert decode_loop._cache_size() == size
 
 
 @pytest.mark.torch

@@ -276,7 +276,7 @@ def test_a_step_of_retrieval_is_the_same_with_the_kernel_of_zones(monkeypatch):
             m.setattr(
                 ops,
                 "attend_zones",
-                lambda *args, logits, sinks: zones_kernel(args[-1], scale=logits.scale)(
+                lambda *args, logits, **_: zones_kernel(args[-1], scale=logits.scale)(
                     *args[:-1]
                 ),
             )
