@@ -21,7 +21,7 @@ DTYPES = ("generate", "compare", "eval", "perplexity", "chat", "warm")
 NEEDED = {
     "generate": ["--prompt", "a"],
     "compare": ["--prompt", "a"],
-    "eval": ["--length", "256", "--samples", "1"],
+    "eval": ["--length", "480", "--samples", "1"],
     "perplexity": ["--text", "TEXT", "--length", "64", "--steps", "2"],
     "chat": [],
     "warm": ["--capacity", "64"],

@@ -58,7 +58,7 @@ def test_warm_keeps_the_programs_that_a_request_runs(kvjax, checkpoint, programs
 
 def test_warm_says_that_nothing_would_be_kept(kvjax, checkpoint, monkeypatch):
     monkeypatch.setenv(compiling.VARIABLE, "off")
-    code, _, err = kvjax("warm", checkpoint)
+    code, _, err = kvjax("warm", checkpoint, "--capacity", 200)
     assert code == 2
     assert "the cache of compiled programs is off" in err
 
