@@ -77,7 +77,7 @@ def caches(
     """Policies by name, with `dense_layers` where their text sets none."""
     found = {"cudnn": PerLayer((), FullByCudnn(cudnn))} if "cudnn" in names else {}
     presets = [name for name in names if name != "cudnn"]
-    budgets = [budget] if without_budget(presets) else None
+    budgets = [budget] if presets and without_budget(presets) else None
     rows = make_rows(presets, budgets=budgets, dense_layers=dense_layers) if presets else []
     return found | {
         row.name.partition("@")[0]: row.policies for row in rows if row.policies is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -259,5 +258,5 @@ def _report(cells: Sequence[Cell], out: Path, as_json: bool) -> None:
     else:
         show_markdown(report.table(cells))
     say(f"wrote {', '.join(map(str, plots.write(cells, out)))}")
-    if find_spec("matplotlib") is None:
+    if not plots.can_draw():
         say(plots.NEEDED)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -339,7 +338,7 @@ def write(cells: Sequence[Cell], out: Path) -> list[Path]:
     written = [out / "table.md", out / "summary.json"]
     replace_file(written[0], markdown(cells) + "\n")
     replace_file(written[1], json_text(document(cells)))
-    if find_spec("matplotlib") is not None and any(_done(cells)):
+    if plots.can_draw() and any(_done(cells)):
         written.append(out / "perplexity.svg")
         figure(cells).savefig(written[-1])
     return written

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +57,15 @@ COLOURS = {
 MARKERS = (*"oDs^vPX*<>hpdH81234x+|_.", "$T$")
 LINES = ("-", "--", ":", "-.")
 NEEDED = "plots need matplotlib: pip install 'kvjax[eval]'"
+
+
+def can_draw() -> bool:
+    """True if matplotlib can be imported."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -136,7 +144,7 @@ def write(cells: Sequence[Cell], out: Path) -> list[Path]:
     written = [out / "table.md", out / "summary.json"]
     replace_file(written[0], page(cells))
     replace_file(written[1], json_text(summary(cells)))
-    if find_spec("matplotlib") is None:
+    if not can_draw():
         return written
     for name, figure in figures(cells):
         written.append(out / f"{name}.svg")

@@ -79,7 +79,7 @@ def test_bench_prints_a_table_and_json_to_send(small, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ([], "kernels run on an NVIDIA GPU; this process runs on cpu"),
+        ([], "kernels, which run on an NVIDIA GPU, and this process runs on cpu"),
         (["--target", "7.0"], "--target must be one of 8.0"),
     ],
 )
