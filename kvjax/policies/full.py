@@ -152,7 +152,18 @@ class Full(Policy):
         return replace(self._shortened(st, lengths), overflow=st.overflow | outside)
 
     def truncate(self, st: FullState, lengths: Array) -> FullState:
-        return self.rollback(st, lengths)
+        """As `rollback`; and values past the new lengths become 0, as after a shorter prompt. A
+        step gives them no weight, but 0 * NaN is NaN, and a model may have stored that.
+        """
+        cut = self.rollback(st, lengths)
+        own = self._own(cut)
+        held = jnp.arange(own.slots, dtype=jnp.int32)[None] < own.count[:, None]
+        v = jnp.where(held[:, None, :, None], own.v, jnp.zeros((), own.v.dtype))
+        return replace(cut, tokens=replace(cut.tokens, v=v))
+
+    def _own(self, st: FullState) -> Block:
+        """The tokens that this device holds."""
+        return st.tokens
 
     def _shortened(self, st: FullState, lengths: Array) -> FullState:
         return replace(st, tokens=replace(st.tokens, count=lengths))
