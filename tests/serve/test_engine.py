@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -781,33 +782,50 @@ def test_a_request_that_is_cancelled_while_its_prompt_is_read_leaves_nothing(
     )
 
 
+def test_threads_get_their_turn_in_the_order_in_which_they_ask():
+    """Also beside one that asks again and again."""
+    turns = engines._Turns()
+    order = []
+
+    def ask(name, times):
+        for _ in range(times):
+            with turns:
+                order.append(name)
+
+    with turns:
+        threads = []
+        for name, times in (("steps", 50), ("row", 1), ("save", 1)):
+            threads.append(threading.Thread(target=ask, args=(name, times), daemon=True))
+            threads[-1].start()
+            while len(turns._line) < 1 + len(threads):  # until it stands in the line
+                time.sleep(0.001)
+    for thread in threads:
+        thread.join(60)
+    assert order == ["steps", "row", "save", *["steps"] * 49]
+
+
 def test_a_row_is_copied_between_two_steps_of_a_thread_that_never_rests(model):
-    """Threads get their turn in the order in which they ask."""
     engine = kvjax.Engine(model, new_cache(1), block=1)
     (request,) = engine.submit(words(9)[0], max_new_tokens=100)
     while not request.tokens:
         engine.step()
-    steps = []
 
     def run():
         while not request.done:
             engine.step()
-            steps.append(None)
 
     stepper = threading.Thread(target=run, daemon=True)
     stepper.start()
-    seen = []
-    for _ in range(5):
-        before = len(steps)
+    lengths = []
+    while not request.done:
         try:
-            row = engine.row(request)
+            lengths.append(int(engine.row(request).length[0]))
         except ValueError:
             break  # it was faster
-        seen.append(len(steps) - before)
-        assert row.length[0] >= 9
     stepper.join(60)
-    assert seen
-    assert max(seen) <= 3
+    assert lengths
+    assert lengths == sorted(lengths)
+    assert lengths[0] >= 9
 
 
 def test_short_prompts_are_answered_while_a_long_one_is_read(model):
