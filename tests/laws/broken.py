@@ -114,13 +114,12 @@ class BrokenFull(Full):
         return st if self.fault == "keeps what it takes back" else super().rollback(st, lengths)
 
     def truncate(self, st, lengths):
+        if isinstance(st, Wrapped):
+            return dataclasses.replace(st, full=super().truncate(st.full, lengths))
         if self.fault == "shortens every row":
             lengths = lengths - jnp.any(lengths < st.length).astype(lengths.dtype)
-        return (
-            Full.rollback(self, st, lengths)
-            if self.fault == "shortens every row"
-            else super().truncate(st, lengths)
-        )
+            return Full.rollback(self, st, lengths)
+        return super().truncate(st, lengths)
 
     def attend_stored(self, st, q, step):
         if isinstance(st, Wrapped):
