@@ -7,10 +7,12 @@ message is the system's or the model's own.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from kvjax.validation import cut, shown
+from kvjax.validation import cut, naming_absent, nearest, shown
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]  # {"role": ..., "content": ...} of each turn
 
@@ -24,6 +26,11 @@ OURS = (
     "return_dict",
 )
 FIRST_MARK = 0xE000  # of the characters of Unicode that mean nothing
+# Names that transformers gives to every template, beside the tokenizer's special tokens.
+GIVEN = ("raise_exception", "strftime_now")
+# Transformers' own statement, around what the model says; jinja2 alone does not know it.
+GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
+EXAMPLE = "enable_thinking=false"
 
 
 class Template:
@@ -70,6 +77,44 @@ class Template:
             raise ValueError(
                 f"the chat template in {self._directory} refuses the messages: {error}"
             ) from error
+
+    def check_used(self, settings: Mapping[str, Any] | None, *, where: str) -> None:
+        """Raises ValueError for a setting that the template never looks at, so that it would
+        change nothing. A template that cannot be read without transformers passes.
+        """
+        used = self._names()
+        if not settings or used is None:
+            return
+        tokens = set(self._tokenizer.special_tokens_map)
+        known = sorted(used - tokens - set(OURS))
+        for name in settings:
+            if name in used or name in OURS:  # `render` refuses those of kvjax
+                continue
+            takes = f"it takes {', '.join(known)}" if known else "it takes no settings"
+            near = nearest(name, known)
+            cure = f"did you mean {near!r}?" if near else f"{takes}; leave it out"
+            raise ValueError(
+                f"{where} {name}: the chat template in {self._directory} does not use it; {cure}"
+            )
+
+    def _names(self) -> set[str] | None:
+        """The names that the template looks up; None if it is no text that jinja2 can read."""
+        with naming_absent("a chat template"):
+            from jinja2 import TemplateError
+            from jinja2.meta import find_undeclared_variables
+            from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        source = self._tokenizer.chat_template
+        several = source.values() if isinstance(source, Mapping) else [source]
+        environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+        found: set[str] = set()
+        try:
+            for text in several:
+                tree = environment.parse(GENERATION.sub("", text))
+                found |= find_undeclared_variables(tree)
+        except (TemplateError, TypeError, RecursionError):
+            return None
+        return found - set(environment.globals) - set(GIVEN)
 
     def encode(
         self, messages: Messages, settings: Mapping[str, Any] | None, **how: Any
@@ -142,6 +187,65 @@ class Template:
             if self._tokenizer.decode([i]).strip():
                 break
         return found
+
+
+def parse_settings(given: Sequence[str] | Mapping[str, Any], *, where: str) -> dict[str, Any]:
+    """Settings of a chat template, each written as NAME=VALUE or all as a JSON object.
+
+    A value is JSON, or else text; true, false and none may begin with a capital, as in Python.
+    `where` begins an error message.
+
+    >>> parse_settings(["enable_thinking=False", "effort=high"], where="template")
+    {'enable_thinking': False, 'effort': 'high'}
+    >>> parse_settings(['{"tools": [{"name": "search"}]}'], where="template")
+    {'tools': [{'name': 'search'}]}
+
+    Raises:
+      ValueError: text that is neither, a name that is given twice, or text that is not UTF-8.
+    """
+    if isinstance(given, Mapping):
+        return dict(given)
+    settings: dict[str, Any] = {}
+    for text in given:
+        for name, value in _pairs(text, where):
+            if name in settings:
+                raise ValueError(f"{where}: {name} is given twice; give it once")
+            settings[name] = value
+    return settings
+
+
+def _pairs(text: str, where: str) -> Iterable[tuple[str, Any]]:
+    """The names and values of NAME=VALUE, or of a JSON object."""
+    if any("\ud800" <= character < "\ue000" for character in text):
+        raise ValueError(f"{where} {shown(text)} is not UTF-8; set a UTF-8 locale")
+    wanted = (
+        f'NAME=VALUE such as {EXAMPLE}, or a JSON object such as {{"enable_thinking": false}}'
+    )
+    if text.lstrip().startswith("{"):
+        try:
+            value = json.loads(text, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{where} takes {wanted}; got {shown(text)}: {error}") from error
+        return list(value.items())
+    name, equals, value = (part.strip() for part in text.partition("="))
+    if not equals or not name:
+        raise ValueError(f"{where} takes {wanted}; got {shown(text)}")
+    return [(name, _value(value))]
+
+
+def _value(text: str) -> Any:
+    """A value of a setting: JSON, true, false or none as Python writes them, or text."""
+    plain: dict[str, Any] = {"true": True, "false": False, "none": None, "null": None}
+    if text.lower() in plain:
+        return plain[text.lower()]
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 def tokenise(tokenizer: Any, text: str, directory: Any, **how: Any) -> list[int]:

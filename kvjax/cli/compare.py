@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvjax.cli.generate import read_prompt
 from kvjax.cli.options import (
     AsJson,
     Budgets,
@@ -23,6 +22,7 @@ from kvjax.cli.options import (
     without_weights,
 )
 from kvjax.cli.programs import load_checkpoint
+from kvjax.cli.prompts import read_prompt
 from kvjax.cli.terminal import bar, bars, say, show, write_json
 
 if TYPE_CHECKING:

@@ -5,156 +5,271 @@ many at a time.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvjax.cli.options import check_file, dtype_name, model_directory, without_weights
+from kvjax.cli.options import check_file, model_directory, without_weights
 from kvjax.cli.programs import load_checkpoint
 from kvjax.cli.terminal import bar, bars, say, write
 
+if TYPE_CHECKING:
+    from kvjax import Engine
+    from kvjax.generation.sampling import Sampling
+    from kvjax.models import Checkpoint
+    from kvjax.models.template import Messages
+    from kvjax.policies import PerLayer
+    from kvjax.serve import Request
 
-def answer_many(
-    prompts: Path | list[str],
-    out: Path | None,
-    *,
-    model_dir: Path | None,
-    policy: Any,
-    cache: str,
-    slots: int,
-    max_new_tokens: int | None,
-    sampling: Any,
-    seed: int,
-    dtype: str | None,
-) -> None:
+
+@dataclass(frozen=True, kw_only=True)
+class Many:
+    """How prompts are answered, whichever they are."""
+
+    model_dir: Path | None
+    cache: str  # as it was written
+    policy: PerLayer
+    slots: int  # prompts that are answered at the same time
+    max_new_tokens: int | None  # of lines that say no number
+    sampling: Sampling
+    seed: int
+    dtype: str
+    template: Mapping[str, Any] | None  # settings of the chat template, for messages
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt, and where it stands."""
+
+    number: int  # from 1: a line of the file, or an option
+    fields: Mapping[str, Any]  # of the line; "prompt" is a text or chat messages
+
+    @property
+    def prompt(self) -> str | Messages:
+        prompt: str | Messages = self.fields["prompt"]
+        return prompt
+
+    @property
+    def is_chat(self) -> bool:
+        return not isinstance(self.prompt, str)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A prompt as tokens, with a number of new ones that the model has positions for."""
+
+    asked: Asked
+    tokens: list[int]
+    max_new_tokens: int
+
+    @property
+    def total(self) -> int:
+        return len(self.tokens) + self.max_new_tokens
+
+
+def answer_many(prompts: Path | Sequence[str], out: Path | None, how: Many) -> None:
     """Writes a line of JSON for each prompt, as it is answered: its number and fields, and the
     text and its tokens.
 
-    `prompts` is a list of texts, or a file of lines. A line is a text, or an object with
-    "prompt", a text or chat messages, and perhaps "max_new_tokens". All is checked before the
-    weights are read.
+    `prompts` are texts, or a file of lines. A line is a text, or an object with "prompt", a text
+    or chat messages, and perhaps "max_new_tokens". All is checked before the weights are read.
+
+    Raises:
+      ValueError: a file, a prompt or a cache that cannot be used.
+      RuntimeError: answers that ended by an error, after all are written.
     """
-    import jax
-
-    from kvjax import Engine
-    from kvjax.evaluate.caches import Row, check_rows
-    from kvjax.generation.prompt_inputs import check_fit
-    from kvjax.models.chat import default_new_tokens
-    from kvjax.spec import require_int, round_capacity
-
-    check_file("--out", out)
-    if out is not None and out.exists():
-        raise ValueError(f"--out {out} exists; give another file, or remove it")
-    directory = model_directory(model_dir)
+    _check_out(out)
+    directory = model_directory(how.model_dir)
     checkpoint = without_weights(directory)
-    asked: dict[int, dict[str, Any]]
-    asked = (
-        _read(prompts)
-        if isinstance(prompts, Path)
-        else {i: {"prompt": p} for i, p in enumerate(prompts, 1)}
-    )
-    positions = checkpoint.config.max_positions
-    most, tokens = 0, list[list[int]]()
-    for number, line in asked.items():
-        try:
-            tokens.append(checkpoint.encode(line["prompt"]))
-            new = line.get("max_new_tokens", max_new_tokens)
-            new = default_new_tokens(len(tokens[-1]), positions) if new is None else new
-            line["max_new_tokens"] = require_int("max_new_tokens", new, at_least=1)
-            check_fit(0, len(tokens[-1]), new, None, positions)
-        except (ValueError, TypeError) as error:
-            where = (
-                f"line {number} of {prompts}"
-                if isinstance(prompts, Path)
-                else f"--prompt {number}"
-            )
-            raise ValueError(f"{where}: {error}") from error
-        most = max(most, len(tokens[-1]) + line["max_new_tokens"])
-    rows, capacity = min(slots, len(asked)), round_capacity(most, positions=positions)
-    spec = checkpoint.config.spec(rows, capacity, dtype_name(dtype))
-    check_rows([Row(f"--cache {cache}", policy)], spec, checkpoint.config)
+    asked = read_prompts(prompts)
+    _check_template(checkpoint, asked, how)
+    place = f"line {{}} of {prompts}" if isinstance(prompts, Path) else "--prompt {}"
+    fitted = [_fit(checkpoint, one, how, place.format(one.number)) for one in asked]
+    rows = min(how.slots, len(fitted))
+    capacity = _capacity(checkpoint, fitted, rows, how)
 
     progress = bars()
     with progress, bar(progress, "loading weights"):
-        loaded = load_checkpoint(directory, dtype=dtype_name(dtype))
-    by: dict[str, Any] = {"slots": rows, "capacity": capacity, "max_waiting": len(asked)}
+        loaded = load_checkpoint(directory, dtype=how.dtype)
+    # Prompts are read whole: nobody waits for the next token of another answer.
+    from kvjax import Engine
+
     engine = Engine(
-        loaded, policy, prompt_tokens=capacity, **by
-    )  # nobody waits for the next token of an answer
-    running: dict[int, tuple[int, dict[str, Any]]] = {}
-    for ids, (number, line) in zip(tokens, asked.items(), strict=True):
-        chat = not isinstance(line["prompt"], str)
-        (request,) = engine.submit(
-            ids,
-            max_new_tokens=line["max_new_tokens"],
-            sampling=sampling,
-            key=None if sampling.greedy else jax.random.fold_in(jax.random.key(seed), number),
-            stop_tokens=loaded.chat_stop_tokens if chat else loaded.stop_tokens,
-        )
-        running[id(request)] = number, line
-    failed, file = 0, None if out is None else out.open("w", buffering=1, encoding="utf-8")
-    try:
-        with (
-            progress,
-            bar(progress, f"answering {len(asked)} prompts", total=len(asked)) as advance_to,
-        ):
-            while running:
-                for request in engine.step():
-                    if request.done:
-                        number, line = running.pop(id(request))
-                        found = {
-                            "line": number,
-                            **line,
-                            "text": request.text,
-                            "token_ids": request.tokens,
-                        }
-                        found |= {"reason": request.reason}
-                        if request.error is not None:
-                            found["error"], failed = str(request.error), failed + 1
-                        text = json.dumps(found, ensure_ascii=False) + "\n"
-                        write(text) if file is None else file.write(text)
-                advance_to(len(asked) - len(running))
-    finally:
-        if file is not None:
-            file.close()
-    stats = engine.stats()
-    say(
-        f"{len(asked)} prompts of {stats.prompt_tokens + stats.shared_tokens} tokens, {stats.new_tokens} new ones in "
-        f"{stats.steps} steps; slots were {stats.fill:.0%} in use"
+        loaded,
+        how.policy,
+        slots=rows,
+        capacity=capacity,
+        max_waiting=len(fitted),
+        prompt_tokens=capacity,
     )
+    running = {_submit(engine, loaded, one, how): one for one in fitted}
+    failed = 0
+    with ExitStack() as stack:
+        file = None
+        if out is not None:
+            file = stack.enter_context(out.open("w", buffering=1, encoding="utf-8"))
+        stack.enter_context(progress)
+        what = f"answering {len(fitted)} prompts"
+        advance_to = stack.enter_context(bar(progress, what, total=len(fitted)))
+        for done, request in enumerate(_finished(engine, list(running)), 1):
+            line = _line(running[request].asked, request)
+            if file is None:
+                write(line)
+            else:
+                file.write(line)
+            failed += request.error is not None
+            advance_to(done)
+    _print_cost(engine, len(fitted))
     if failed:
         raise RuntimeError(
-            f"{failed} of {len(asked)} answers ended by an error, which their lines say"
+            f"{failed} of {len(fitted)} answers ended by an error, which their lines say"
         )
 
 
-def _read(path: Path) -> dict[int, dict[str, Any]]:
-    """The lines of a file, by their number from 1; empty ones are left out."""
+def read_prompts(prompts: Path | Sequence[str]) -> list[Asked]:
+    """The prompts of a file, whose empty lines are left out, or of options.
+
+    Raises:
+      ValueError: a file that cannot be read, or a line without a prompt.
+    """
+    if not isinstance(prompts, Path):
+        return [Asked(number, {"prompt": text}) for number, text in enumerate(prompts, 1)]
+    # Only this character ends a line of JSON; a text may hold others that do so in Python.
+    lines = _text_of(prompts).split("\n")
+    found = [
+        Asked(number, _fields(line, f"line {number} of {prompts}"))
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+    if not found:
+        raise ValueError(
+            f"--prompts {prompts} holds no prompt; write one line of JSON for each"
+        )
+    return found
+
+
+def _text_of(path: Path) -> str:
+    path = path.expanduser()
+    if path.is_dir():
+        raise ValueError(
+            f"--prompts {path} is a folder; give a file with a prompt in each line"
+        )
+    if not path.exists():
+        raise ValueError(f"--prompts {path}: there is no such file")
     try:
-        lines = path.read_text(encoding="utf-8-sig").split(
-            "\n"
-        )  # a text may hold other ends of lines
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"--prompts {path} is not UTF-8 text: {error}") from error
-    found = {}
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(
-                f'line {number} of {path} is no JSON ({error}); write {{"prompt": "..."}}'
-            ) from error
-        value = {"prompt": value} if isinstance(value, str) else value
-        if (
-            not isinstance(value, dict)
-            or not isinstance(value.get("prompt"), str | list)
-            or not value["prompt"]
-        ):
-            raise ValueError(
-                f'line {number} of {path} needs a "prompt", a text or chat messages'
-            )
-        found[number] = value
-    if not found:
-        raise ValueError(f"--prompts {path} holds no prompt; write one line of JSON for each")
-    return found
+
+
+def _fields(line: str, where: str) -> dict[str, Any]:
+    """The fields of a line, of which a text alone is the prompt."""
+    try:
+        value = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f'{where} is no JSON ({error}); write {{"prompt": "..."}}') from error
+    if isinstance(value, str):
+        value = {"prompt": value}
+    prompt = value.get("prompt") if isinstance(value, dict) else None
+    if not isinstance(prompt, str | list) or not prompt:
+        raise ValueError(f'{where} needs a "prompt", a text or chat messages')
+    return dict(value)
+
+
+def _check_out(out: Path | None) -> None:
+    check_file("--out", out)
+    if out is not None and out.exists():
+        raise ValueError(f"--out {out} exists; give another file, or remove it")
+
+
+def _check_template(checkpoint: Checkpoint, asked: Sequence[Asked], how: Many) -> None:
+    """Raises ValueError for settings of a chat template that no prompt uses."""
+    if how.template is None:
+        return
+    if not any(one.is_chat for one in asked):
+        raise ValueError(
+            "--template is for the model's chat template, and no prompt has chat messages; leave it out"
+        )
+    checkpoint.chat_template.check_used(how.template, where="--template")
+
+
+def _fit(checkpoint: Checkpoint, asked: Asked, how: Many, where: str) -> Fitted:
+    """A prompt as tokens. `where` begins an error message."""
+    from kvjax.generation.prompt_inputs import check_fit
+    from kvjax.models.chat import default_new_tokens
+    from kvjax.spec import require_int
+
+    positions = checkpoint.config.max_positions
+    try:
+        tokens = checkpoint.encode(asked.prompt, template=how.template)
+        new = asked.fields.get("max_new_tokens", how.max_new_tokens)
+        if new is None:
+            new = default_new_tokens(len(tokens), positions)
+        new = require_int("max_new_tokens", new, at_least=1)
+        check_fit(0, len(tokens), new, None, positions)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{where}: {error}") from error
+    return Fitted(asked, tokens, new)
+
+
+def _capacity(checkpoint: Checkpoint, fitted: Sequence[Fitted], rows: int, how: Many) -> int:
+    """The capacity of the slots; raises ValueError for a cache that cannot hold the model."""
+    from kvjax.evaluate.caches import Row, check_rows
+    from kvjax.spec import round_capacity
+
+    positions = checkpoint.config.max_positions
+    capacity = round_capacity(max(one.total for one in fitted), positions=positions)
+    spec = checkpoint.config.spec(rows, capacity, how.dtype)
+    check_rows([Row(f"--cache {how.cache}", how.policy)], spec, checkpoint.config)
+    return capacity
+
+
+def _submit(engine: Engine, loaded: Checkpoint, one: Fitted, how: Many) -> Request:
+    import jax
+
+    key = None
+    if not how.sampling.greedy:
+        key = jax.random.fold_in(jax.random.key(how.seed), one.asked.number)
+    (request,) = engine.submit(
+        one.tokens,
+        max_new_tokens=one.max_new_tokens,
+        sampling=how.sampling,
+        key=key,
+        stop_tokens=loaded.chat_stop_tokens if one.asked.is_chat else loaded.stop_tokens,
+    )
+    return request
+
+
+def _finished(engine: Engine, requests: Sequence[Request]) -> Iterator[Request]:
+    """Steps the engine until all requests have ended; yields each as it ends."""
+    left = len(requests)
+    while left:
+        for request in engine.step():
+            if request.done:
+                left -= 1
+                yield request
+
+
+def _line(asked: Asked, request: Request) -> str:
+    """The line of JSON of an answer."""
+    answer: dict[str, Any] = {
+        "line": asked.number,
+        **asked.fields,
+        "text": request.text,
+        "token_ids": request.tokens,
+        "reason": request.reason,
+    }
+    if request.error is not None:
+        answer["error"] = str(request.error)
+    return json.dumps(answer, ensure_ascii=False) + "\n"
+
+
+def _print_cost(engine: Engine, prompts: int) -> None:
+    stats = engine.stats()
+    read = stats.prompt_tokens + stats.shared_tokens
+    say(
+        f"{prompts} prompts of {read} tokens, {stats.new_tokens} new ones in {stats.steps} steps; "
+        f"slots were {stats.fill:.0%} in use"
+    )

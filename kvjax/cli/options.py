@@ -111,6 +111,15 @@ Speculate = Annotated[
     ),
 ]
 Seed = Annotated[int, typer.Option(help="Seed of the sampling.")]
+TemplateSettings = Annotated[
+    list[str] | None,
+    optional(
+        "A setting of the model's chat template, such as enable_thinking=false; the value is JSON or text. Repeat the "
+        'option for several, or give an object: {"enable_thinking": false}.',
+        "--template",
+        metavar="NAME=VALUE",
+    ),
+]
 Parallel = Annotated[
     int,
     typer.Option(
@@ -128,6 +137,19 @@ DenseLayers = Annotated[
         "about equally many tokens. A cache's own setting wins: --cache snapkv:dense_layers=0.",
     ),
 ]
+
+
+def check_seed(seed: int) -> None:
+    """Raises ValueError for a seed that JAX would cut to 32 bits."""
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"--seed must be in [0, 2**32), got {seed}")
+
+
+def template_settings(given: list[str] | None) -> dict[str, Any] | None:
+    """Returns the settings that --template gives; None without it."""
+    from kvjax.models.template import parse_settings
+
+    return parse_settings(given, where="--template") if given else None
 
 
 def dtype_name(name: str | None) -> str:

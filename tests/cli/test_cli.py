@@ -22,9 +22,11 @@ from safetensors.numpy import save_file
 
 from kvjax import CacheSpec, generation, models, presets
 from kvjax.cli import _GROUPS, _one_line
-from kvjax.cli.generate import EXAMPLE, _Ahead, _in_layers
+from kvjax.cli.ahead import Ahead
+from kvjax.cli.answer import in_layers
 from kvjax.cli.methods import entries, meanings
 from kvjax.cli.options import implementations, in_short, make_policy
+from kvjax.cli.prompts import EXAMPLE
 from kvjax.cli.terminal import show_markdown, write_json
 from kvjax.presets.head_files import Heads
 from kvjax.presets.parsing import field_names
@@ -132,9 +134,9 @@ def test_json_text_is_the_decoded_new_tokens_and_equals_the_streamed_text(
     assert all(match and 0 <= float(match[1]) <= float(match[2]) for match in times)
     assert any("weights" in row and "GB/s" in row for row in rows)
     # as with a GPU, for the programs of the prompt alone where that is a question:
-    wait = _Ahead.wait
+    wait = Ahead.wait
     monkeypatch.setattr(
-        _Ahead, "wait", lambda ahead, **asked: wait(ahead, prompt_only=bool(asked))
+        Ahead, "wait", lambda ahead, **asked: wait(ahead, prompt_only=bool(asked))
     )
     code, again, err = kvjax("generate", checkpoint, *args)
     assert (code, again) == (0, out)
@@ -149,7 +151,7 @@ def test_a_cache_without_memory_beside_the_weights_is_made_again(
     kvjax, checkpoint, monkeypatch
 ):
     ask = ("generate", checkpoint, "--prompt", TEXT, "--max-new-tokens", 4)
-    real, tries = _Ahead._empty, []
+    real, tries = Ahead._empty, []
 
     def scarce(ahead):
         tries.append(ahead)
@@ -159,7 +161,7 @@ def test_a_cache_without_memory_beside_the_weights_is_made_again(
             )
         return real(ahead)
 
-    monkeypatch.setattr(_Ahead, "_empty", scarce)
+    monkeypatch.setattr(Ahead, "_empty", scarce)
     fails = 0
     code, out, _ = kvjax(*ask)
     assert (code, len(tries)) == (0, 1)
@@ -617,8 +619,8 @@ def test_the_model_that_ships_answers_the_built_in_prompt(kvjax, monkeypatch):
     command.
     """
     first, *_, last = EXAMPLE.splitlines()
-    monkeypatch.setattr("kvjax.cli.generate.EXAMPLE", f"{first}\n{last}")
-    monkeypatch.setattr("kvjax.cli.generate.SILENCE", 0.0)
+    monkeypatch.setattr("kvjax.cli.prompts.EXAMPLE", f"{first}\n{last}")
+    monkeypatch.setattr("kvjax.cli.ahead.SILENCE", 0.0)
     real = generation.compile_ahead
 
     def slow(*args, **settings):  # than reading the weights, which it goes beside
@@ -648,10 +650,10 @@ def test_compiling_with_a_draft_is_expected_to_take_longer():
         config = types.SimpleNamespace(layers=layers)
         job = types.SimpleNamespace(
             checkpoint=types.SimpleNamespace(config=config),
-            drafting=draft,
-            settings={"short": True, "draft": None},
+            draft_directory=draft,
+            short=True,
         )
-        return _Ahead(job, silent=True)._expected()
+        return Ahead(job, silent=True)._expected()
 
     assert (
         1.5 * expected(30, None) < expected(30, Path("small")) > 2 * expected(8, Path("small"))
@@ -668,7 +670,7 @@ def test_compiling_with_a_draft_is_expected_to_take_longer():
     ],
 )
 def test_the_summary_says_what_a_step_read_of_how_much(attended, words):
-    assert _in_layers(np.array(attended), 2829, 5) == words
+    assert in_layers(np.array(attended), 2829, 5) == words
 
 
 def test_damaged_weights_are_one_line(kvjax, tmp_path):
@@ -701,7 +703,7 @@ def test_chat_without_a_template_is_refused(kvjax, tmp_path):
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_logits_that_are_not_finite_end_in_one_line(kvjax, tmp_path, monkeypatch, bad):
     monkeypatch.setattr(
-        "kvjax.cli.generate.SILENCE", 600.0
+        "kvjax.cli.ahead.SILENCE", 600.0
     )  # else a busy machine says first that it compiles
     directory = write_checkpoint(tmp_path)
     tensors = weights()
@@ -1119,7 +1121,7 @@ def test_the_command_takes_the_text_of_a_model_that_sees_images(kvjax, checkpoin
 
 
 def test_nothing_is_said_to_compile_after_the_first_text(kvjax, checkpoint, monkeypatch):
-    monkeypatch.setattr("kvjax.cli.generate.SILENCE", 60.0)
+    monkeypatch.setattr("kvjax.cli.ahead.SILENCE", 60.0)
     args = ("--prompt", TEXT, "--max-new-tokens", 3, "--speculate", "prompt-lookup")
     assert kvjax("generate", checkpoint, *args)[0] == 0
     timers = (one for one in threading.enumerate() if isinstance(one, threading.Timer))

@@ -14,7 +14,7 @@ import pytest
 
 from docs import pictures, tables
 from kvjax import models
-from kvjax.cli.generate import EXAMPLE
+from kvjax.cli.prompts import EXAMPLE
 from kvjax.presets import REGISTRY
 from tests.checkpoint import write_checkpoint
 

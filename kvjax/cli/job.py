@@ -1,0 +1,113 @@
+"""A request of `kvjax generate`, with everything that is known before weights are loaded."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvjax.cli.options import capacity_over, without_weights
+
+if TYPE_CHECKING:
+    from jax import Array
+
+    from kvjax import Cache, CacheSpec, Placement
+    from kvjax.generation.drafts import PromptLookup, SelfDraft
+    from kvjax.generation.sampling import Sampling
+    from kvjax.models import Checkpoint
+    from kvjax.policies import PerLayer
+
+# New tokens up to which to compile a program of all layers takes longer than to call one of a
+# single layer again and again.
+SHORT = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One prompt, and how it is answered."""
+
+    checkpoint: Checkpoint  # without weights
+    tokens: list[int]  # of the prompt
+    policy: PerLayer
+    placement: Placement | None
+    dtype: str
+    max_new_tokens: int
+    stop_tokens: tuple[int, ...]
+    sampling: Sampling
+    key: Array | None  # None for greedy decoding
+    lookup: PromptLookup | SelfDraft | None  # a draft that needs no model of its own
+    draft_directory: Path | None  # of a model that drafts
+    keep: float | None  # share of the prompt that this model chooses, instead of drafting
+    sparse_prompt: float | None
+
+    @property
+    def short(self) -> bool:
+        """True if decode steps run one layer at a time, which compiles less."""
+        return self.max_new_tokens <= SHORT
+
+    @property
+    def compiles_ahead(self) -> bool:
+        """True if its programs can compile while weights are read. Those with drafts or a
+        sparse prompt, and those on several devices, compile when they first run."""
+        drafts = self.lookup is not None or self.draft_directory is not None
+        return not drafts and self.sparse_prompt is None and self.placement is None
+
+    @property
+    def spec(self) -> CacheSpec:
+        """The sizes of the cache that it needs."""
+        from kvjax.spec import round_capacity
+
+        config = self.checkpoint.config
+        needed = self._stored_prompt + self.max_new_tokens
+        capacity = round_capacity(needed, positions=config.max_positions)
+        return config.spec(1, capacity_over(capacity, self.placement), self.dtype)
+
+    @property
+    def _stored_prompt(self) -> int:
+        """Tokens of the prompt that the cache holds."""
+        from kvjax.generation.spec_prefill import kept
+
+        prompt = len(self.tokens)
+        return prompt if self.keep is None else kept(prompt, self.keep)
+
+    def empty(self) -> Cache:
+        """An empty cache."""
+        import kvjax
+
+        layers = self.checkpoint.config.layers
+        return kvjax.init(self.policy, self.spec, layers=layers, placement=self.placement)
+
+    def check(self) -> None:
+        """Raises ValueError for a policy that cannot hold this model, or a draft that fits
+        neither.
+        """
+        import jax
+
+        from kvjax.generation.prefilling import check_sparse
+
+        shapes = jax.eval_shape(self.empty)
+        self.checkpoint.config.check_cache(shapes)
+        if self.sparse_prompt is not None:
+            check_sparse(shapes, self.sparse_prompt)
+        if self.draft_directory is not None:
+            self._check_tokenizer_of_draft(self.draft_directory)
+        self._check_takes_drafts(shapes)
+
+    def _check_tokenizer_of_draft(self, directory: Path) -> None:
+        from kvjax.generation.drafts import check_tokenizers
+
+        with suppress(FileNotFoundError):  # one without a tokenizer has nothing to compare
+            small = without_weights(directory).tokenizer
+            check_tokenizers(small, self.checkpoint.tokenizer)
+
+    def _check_takes_drafts(self, shapes: Cache) -> None:
+        from kvjax.generation.drafts import DraftModel, check_draft, check_takes_drafts
+        from kvjax.generation.prefilling import check_takes_gaps
+
+        if self.keep is not None:
+            check_takes_gaps(self.checkpoint.config.windows, shapes)
+        elif self.draft_directory is not None:
+            check_takes_drafts(shapes, DraftModel.tokens)
+        elif self.lookup is not None:
+            check_draft(self.lookup, shapes)
