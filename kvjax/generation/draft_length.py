@@ -33,8 +33,12 @@ VERIFICATION = 1.1
 # which that expectation counts as. fier at a budget of 1024 agreed with full attention in .935 to
 # .99 of the tokens of three texts of 4096 and 16384 tokens (`lossless_acceptance.json`).
 USUAL = 0.93
-TRUST = 4.0
-MEMORY = 0.9  # of what a row counted, from one round to the next
+TRUST = 2.0
+# Of what a row counted, from one round to the next, and after a step that drafted nothing. With
+# these and TRUST, drafts that are always wrong come to an end even where they cost little (a
+# tenth of a full step), and trying one again now and then takes less than .02 of the time.
+MEMORY = 0.95
+IDLE_MEMORY = 0.995
 PRICE = 0.25  # of a draft step in verifications, where step times are not known
 # Bytes that a GPU reads in the time of a layer's small kernels, and of those of a selection: 40 us
 # each at 4.4 TB/s.

@@ -34,10 +34,12 @@ from kvjax.cache.cache import Cache, flushed, init
 from kvjax.cache.editing import rollback, room
 from kvjax.cache.flushing import flush
 from kvjax.generation.draft_length import (
+    IDLE_MEMORY,
     MEMORY,
     PRICE,
     TRUST,
     USUAL,
+    VERIFICATION,
     keeps_on_host,
     selects,
     step_costs,
@@ -68,7 +70,9 @@ class Round:
     cache: Cache  # the text before `token`, flushed
     token: Array  # i32[B] the next token of each row
     active: Array  # bool[B] rows that take part
-    most: Array  # i32[B] tokens that may be drafted: so many fit before a flush
+    most: (
+        Array  # i32[B] tokens that may be drafted: so many fit before a flush; 0 in other rows
+    )
     draw: Draw
 
 
@@ -108,13 +112,19 @@ class Drafter(Protocol):
         """Why nothing is drafted; None if tokens are."""
         ...
 
+    def pays(self, active: Array, most: Array) -> Array | None:
+        """bool[]: False if a draft of at most `most` i32[B] tokens would not pay now for the
+        rows `active` bool[B]; then a step feeds one token. None: drafts always pay.
+        """
+        ...
+
     def propose(self, now: Round) -> Proposal:
         """Drafts tokens that follow the token of a round."""
         ...
 
     def accept(self, tokens: Array, taken: Array, drafted: Array) -> Any:
-        """The drafter after the first `taken` i32[B] of tokens i32[B, 1 + max_tokens]: the
-        token and its draft of `drafted` i32[B] tokens.
+        """The drafter after the first `taken` i32[B] of tokens i32[B, T]: the token and its
+        draft of `drafted` i32[B] tokens.
         """
         ...
 
@@ -390,6 +400,9 @@ class _LookupDrafter:
     exact: ClassVar[bool] = False
     idle: ClassVar[str | None] = None
 
+    def pays(self, active: Array, most: Array) -> None:
+        return None
+
     def propose(self, now: Round) -> Proposal:
         one, L = jnp.ones_like(now.token), self.text.shape[1]
         text = _append(self.text, self.length, now.token[:, None], one)
@@ -436,6 +449,9 @@ class _ModelDrafter:
     exact: ClassVar[bool] = False
     idle: ClassVar[str | None] = None
 
+    def pays(self, active: Array, most: Array) -> None:
+        return None
+
     def propose(self, now: Round) -> Proposal:
         start = flush(self.cache)
         free = room(start)  # a flush within a draft could not be taken back
@@ -465,7 +481,7 @@ class _ModelDrafter:
 class _SelfDrafter:
     """Drafts by steps of the model itself. Each row counts how often its drafts were right,
     the last rounds most; all rows draft the same number of tokens, because they share the
-    steps.
+    steps. Where no draft pays, counts fade slowly, so that one is tried again now and then.
     """
 
     compared: Array  # f32[B] drafted tokens up to the first wrong one
@@ -486,14 +502,16 @@ class _SelfDrafter:
         compared, right = (None, None) if state is None else state
         return dataclasses.replace(self, compared=compared, right=right)
 
+    def pays(self, active: Array, most: Array) -> Array:
+        return (self.length(active) > 0) & jnp.any(most > 0)
+
     def propose(self, now: Round) -> Proposal:
         before = now.cache.length
-        most = jnp.where(now.active, now.most, 0)
-        steps = jnp.minimum(self.length(now.active), jnp.max(most))
+        steps = jnp.minimum(self.length(now.active), jnp.max(now.most))
 
         def feed(i: Array, carry: tuple[Cache, Array]) -> tuple[Cache, Array]:
             cache, fed = carry
-            cache, token = _draft_step(now, now.model, cache, fed, i, i < most)
+            cache, token = _draft_step(now, now.model, cache, fed, i, i < now.most)
             return cache, fed.at[:, i + 1].set(token)
 
         fed = jnp.zeros((now.token.shape[0], self.max_tokens + 1), jnp.int32)
@@ -502,14 +520,15 @@ class _SelfDrafter:
         # Keys and values of the draft come from hidden states of sparse steps, so the step that
         # verifies stores its own in their place.
         cache = rollback(cache, before)
-        return Proposal(fed[:, 1:], jnp.minimum(steps, most), cache, self)
+        return Proposal(fed[:, 1:], jnp.minimum(steps, now.most), cache, self)
 
     def length(self, active: Array) -> Array:
         """i32[]: the tokens of a draft for which the most tokens are expected in the least
         time.
 
         A draft of n tokens, each of which is right with probability a if those before it are,
-        gives 1 + a + ... + a^n tokens in the time of 1 + n price verifications.
+        gives 1 + a + ... + a^n tokens in the time of 1 + n price verifications, and no draft
+        one token in that of a step of full attention.
         """
         rate = (self.right + USUAL * TRUST) / (self.compared + TRUST)
         powers = jnp.broadcast_to(rate[:, None], (rate.shape[0], self.max_tokens))
@@ -519,15 +538,17 @@ class _SelfDrafter:
         gained = 1 + jnp.pad(right, ((0, 0), (1, 0)))  # f32[B, 1 + max_tokens]
         gained = jnp.sum(jnp.where(active[:, None], gained, 0.0), axis=0)
         drafted = jnp.arange(self.max_tokens + 1, dtype=jnp.float32)
-        return jnp.argmax(gained / (1 + drafted * self.price)).astype(jnp.int32)
+        verified = jnp.where(drafted > 0, 1.0, 1 / VERIFICATION)
+        return jnp.argmax(gained / (verified + drafted * self.price)).astype(jnp.int32)
 
     def accept(self, tokens: Array, taken: Array, drafted: Array) -> _SelfDrafter:
-        right = jnp.maximum(taken - 1, 0)
+        right = jnp.maximum(taken - 1, 0)  # of the draft
         compared = jnp.minimum(right + 1, drafted)
+        memory = jnp.where(drafted > 0, MEMORY, IDLE_MEMORY)
         return dataclasses.replace(
             self,
-            compared=self.compared * MEMORY + compared.astype(jnp.float32),
-            right=self.right * MEMORY + right.astype(jnp.float32),
+            compared=self.compared * memory + compared.astype(jnp.float32),
+            right=self.right * memory + right.astype(jnp.float32),
         )
 
 

@@ -202,28 +202,42 @@ def decode_loop(
         )
 
     start = _start(cache, logits, active & ~bad, len(attending(cache)) if measure else 0)
-    done = _between_flushes(more, emit, start)
+    done = _between_flushes(more, start, (more, emit))
     return done, jnp.stack([bad, has_no_best(done.logits)])
 
 
-def _between_flushes(more: Callable[[L], Array], step: Callable[[L], L], start: L) -> L:
-    """Runs `step` while there is `more`, and flushes full recent blocks between steps.
+def _between_flushes(
+    more: Callable[[L], Array],
+    start: L,
+    *phases: tuple[Callable[[L], Array], Callable[[L], L]],
+) -> L:
+    """Runs steps while there is `more`, and flushes full recent blocks between them. A phase is
+    a condition and the step to run while it holds; they take turns.
 
     Each condition makes the host wait for a GPU, and one within the step would copy the arrays
-    that it passes on. So steps run in a loop that ends when a block is full.
+    that it passes on. So steps run in loops that end when a block is full.
     """
 
     def flush_and_run(s: L) -> L:
-        def ready(carry: tuple[Array, L]) -> Array:
-            just_flushed, s = carry
-            return more(s) & (just_flushed | ~any_full(s.cache))
-
-        start = jnp.ones((), bool), s._replace(cache=flush(s.cache))
-        return lax.while_loop(
-            ready, lambda carry: (jnp.zeros((), bool), step(carry[1])), start
-        )[1]
+        carry = jnp.ones((), bool), s._replace(cache=flush(s.cache))
+        for wanted, step in phases:
+            carry = _while(wanted, step, carry)
+        return carry[1]
 
     return lax.while_loop(more, flush_and_run, start)
+
+
+def _while(
+    wanted: Callable[[L], Array], step: Callable[[L], L], carry: tuple[Array, L]
+) -> tuple[Array, L]:
+    """Runs `step` while it is wanted and no recent block is full. The carry says whether one was
+    just flushed: then a step runs in any case, so that the loop around comes to an end."""
+
+    def ready(carry: tuple[Array, L]) -> Array:
+        just_flushed, s = carry
+        return wanted(s) & (just_flushed | ~any_full(s.cache))
+
+    return lax.while_loop(ready, lambda carry: (jnp.zeros((), bool), step(carry[1])), carry)
 
 
 def _start(cache: Any, logits: Array, active: Array, measured: int) -> Loop:
@@ -475,84 +489,10 @@ def draft_loop(
     *,
     measure: bool,
 ) -> tuple[DraftLoop, Array]:
-    """`decode_loop` with several tokens per step: the next token of each row and a draft of
-    those after it.
+    """`decode_loop` in rounds of several tokens: the next token of each row and a draft of those
+    after it. A round in which no row drafts is a step of one token.
     """
-    bad, draw_at, ruled = (
-        has_no_best(logits),
-        drawing(draws, logits.shape[0]),
-        _ruling(processed, first, stop),
-    )
-
-    def running(s: DraftLoop) -> Array:
-        return s.active & (s.emitted < limit)
-
-    def draw_after(s: DraftLoop) -> Draw:
-        """Draws the token after the first i of the tokens `fed`, which follow those emitted."""
-
-        def draw(logits: Array, fed: Array, i: Array | int) -> Array:
-            if processed is not None:
-                place = s.emitted[:, None] + jnp.arange(fed.shape[1], dtype=jnp.int32)[None]
-                logits = ruled(logits, put_last(s.tokens, place, fed), s.emitted + i)
-            return draw_at(logits, first + s.emitted + i)
-
-        return draw
-
-    def step(s: DraftLoop) -> DraftLoop:
-        active, draw, cache = running(s), draw_after(s), s.cache
-        length = cache.length
-        token = draw(s.logits, jnp.zeros((s.logits.shape[0], 1), jnp.int32), 0)
-        token = jnp.where(active, token, 0)
-
-        # Draft: no more tokens than fit before the next flush, and than are still wanted.
-        most = jnp.maximum(jnp.minimum(free_room(cache), limit - s.emitted) - 1, 0)
-        now = Round(model, cache, token, active, most, draw)
-        proposal = drafter.with_state(s.state).propose(now)
-        drafted = jnp.where(active, jnp.clip(proposal.drafted, 0, most), 0)
-        fed = jnp.concatenate([token[:, None], proposal.tokens], axis=1)
-        T = fed.shape[1]
-
-        # Verify: one step of the model feeds the token and its draft.
-        with flushed():
-            new, cache, *infos = call_model(
-                model,
-                fed,
-                proposal.cache,
-                lengths=jnp.where(active, 1 + drafted, 0),
-                steps=True,
-                info=measure,
-                **({"exact": True} if drafter.exact else {}),
-            )
-        if processed is None:
-            places = jnp.arange(1, T, dtype=jnp.int32)
-            drawn = jax.vmap(draw, (1, None, 0), 1)(new[:, :-1], fed, places)
-        else:  # rules have conditions, of which vmap would compute both sides
-            drawn = jnp.stack([draw(new[:, i - 1], fed, i) for i in range(1, T)], axis=1)
-
-        # Accept: the tokens of the draft that the model draws too, up to one that ends the row.
-        ends = jnp.any(fed[..., None] == stop.reshape(-1, 1, stop.shape[-1]), axis=-1)
-        right = accepted(drawn, proposal.tokens, drafted, ends[:, :-1])
-        right = jnp.where(active, right, 0)
-        taken = jnp.where(active, 1 + right, 0)
-        kept = jnp.arange(T, dtype=jnp.int32)[None] < taken[:, None]
-        at = jnp.where(kept, s.emitted[:, None] + jnp.arange(T, dtype=jnp.int32)[None], ROOM)
-        after = jnp.take_along_axis(new, right[:, None, None], axis=1)[:, 0]
-        attended, counted = s.attended, s.counted
-        if measure:
-            attended, counted = count_attended(attended, counted, infos[0], kept.T)
-        told = [jnp.sum(a, dtype=jnp.int32) for a in (active, drafted, right)]
-        return DraftLoop(
-            emitted=s.emitted + taken,
-            cache=rollback(cache, length + taken),
-            logits=jnp.where(active[:, None], after, s.logits),
-            tokens=put_last(s.tokens, at, fed),
-            active=s.active & ~jnp.any(ends & kept, axis=1),
-            attended=attended,
-            counted=counted,
-            state=proposal.drafter.accept(fed, taken, drafted).state,
-            numbers=s.numbers + jnp.stack(told),
-        )
-
+    bad = has_no_best(logits)
     B = logits.shape[0]
     start = DraftLoop(
         emitted=jnp.zeros(B, jnp.int32),
@@ -565,5 +505,178 @@ def draft_loop(
         state=state,
         numbers=jnp.zeros(3, jnp.int32),
     )
-    done = _between_flushes(lambda s: jnp.any(running(s)), step, start)
+    rounds = _Rounds(
+        model=model,
+        drafter=drafter,
+        draw=drawing(draws, B),
+        ruled=None if processed is None else _ruling(processed, first, stop),
+        first=first,
+        limit=limit,
+        stop=stop,
+        measure=measure,
+    )
+    done = _between_flushes(rounds.more, start, *rounds.phases(start))
     return done, jnp.stack([bad, has_no_best(done.logits)])
+
+
+class Fed(NamedTuple):
+    """What a step of the model gave for tokens of each row."""
+
+    tokens: Array  # i32[B, T]
+    logits: Array  # f32[B, T, V] after each of them
+    cache: Cache
+    infos: Sequence[Info]  # of layers with attention; none if not measured
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rounds:
+    """The rounds of a draft loop, and what they share."""
+
+    model: Model
+    drafter: Any  # without its state
+    draw: Callable[[Array, Array], Array]  # from logits, for a number of the text's tokens
+    # changes logits f32[B, V] after n of the tokens i32[B, ROOM]
+    ruled: Callable[[Array, Array, Array], Array] | None
+    first: Array
+    limit: Array
+    stop: Array
+    measure: bool
+
+    def more(self, s: DraftLoop) -> Array:
+        return jnp.any(self.running(s))
+
+    def phases(self, s: DraftLoop) -> list[tuple[Any, Any]]:
+        """Rounds with drafts while they pay, and steps of one token while they do not."""
+        if self.pays(s) is None:
+            return [(self.more, self.round)]
+
+        def drafts(s: DraftLoop) -> Array:
+            return self.more(s) & cast(Array, self.pays(s))
+
+        def steps(s: DraftLoop) -> Array:
+            return self.more(s) & ~cast(Array, self.pays(s))
+
+        return [(drafts, self.round), (steps, self.step)]
+
+    def round(self, s: DraftLoop) -> DraftLoop:
+        """Draws the next token of each row, drafts those after it, and keeps the tokens of the
+        draft that the model draws, too.
+        """
+        now = self.begin(s)
+        proposal = self.drafter.with_state(s.state).propose(now)
+        drafted = jnp.where(now.active, jnp.clip(proposal.drafted, 0, now.most), 0)
+        fed = jnp.concatenate([now.token[:, None], proposal.tokens], axis=1)
+        verified = self.feed(proposal.cache, fed, jnp.where(now.active, 1 + drafted, 0))
+        right = self.accepted(now, fed, drafted, verified.logits)
+        return self.keep(s, now, proposal.drafter, verified, drafted, right)
+
+    def step(self, s: DraftLoop) -> DraftLoop:
+        """Draws the next token of each row, and feeds it alone."""
+        now = self.begin(s)
+        none = jnp.zeros_like(now.token)
+        fed = self.feed(now.cache, now.token[:, None], now.active.astype(jnp.int32))
+        return self.keep(s, now, self.drafter.with_state(s.state), fed, none, none)
+
+    def running(self, s: DraftLoop) -> Array:
+        """bool[B]: rows that have not ended and still want tokens."""
+        return s.active & (s.emitted < self.limit)
+
+    def most(self, s: DraftLoop) -> Array:
+        """i32[B]: tokens that may be drafted: no more than fit before the next flush, and than
+        are still wanted.
+        """
+        after_next = jnp.minimum(free_room(s.cache), self.limit - s.emitted) - 1
+        return jnp.where(self.running(s), jnp.maximum(after_next, 0), 0)
+
+    def pays(self, s: DraftLoop) -> Array | None:
+        return self.drafter.with_state(s.state).pays(self.running(s), self.most(s))
+
+    def begin(self, s: DraftLoop) -> Round:
+        """Draws the next token of each row."""
+        active = self.running(s)
+        draw = self.draw_after(s)
+        token = draw(s.logits, jnp.zeros((s.logits.shape[0], 1), jnp.int32), 0)
+        return Round(
+            model=self.model,
+            cache=s.cache,
+            token=jnp.where(active, token, 0),
+            active=active,
+            most=self.most(s),
+            draw=draw,
+        )
+
+    def draw_after(self, s: DraftLoop) -> Draw:
+        """Makes the function that draws the token after the first i of the tokens `fed`, which
+        follow those emitted.
+        """
+
+        def draw(logits: Array, fed: Array, i: Array | int) -> Array:
+            if self.ruled is not None:
+                place = s.emitted[:, None] + jnp.arange(fed.shape[1], dtype=jnp.int32)[None]
+                logits = self.ruled(logits, put_last(s.tokens, place, fed), s.emitted + i)
+            return self.draw(logits, self.first + s.emitted + i)
+
+        return draw
+
+    def feed(self, cache: Cache, tokens: Array, lengths: Array) -> Fed:
+        """Feeds the first `lengths` i32[B] of tokens i32[B, T] in one step of the model."""
+        exact = {"exact": True} if self.drafter.exact else {}
+        with flushed():
+            logits, cache, *infos = call_model(
+                self.model,
+                tokens,
+                cache,
+                lengths=lengths,
+                steps=True,
+                info=self.measure,
+                **exact,
+            )
+        return Fed(tokens, logits, cache, infos[0] if self.measure else ())
+
+    def accepted(self, now: Round, fed: Array, drafted: Array, new: Array) -> Array:
+        """i32[B]: tokens of the draft that the model draws too, up to one that ends the row."""
+        T = fed.shape[1]
+        if self.ruled is None:
+            places = jnp.arange(1, T, dtype=jnp.int32)
+            drawn = jax.vmap(now.draw, (1, None, 0), 1)(new[:, :-1], fed, places)
+        else:  # rules have conditions, of which vmap would compute both sides
+            drawn = jnp.stack([now.draw(new[:, i - 1], fed, i) for i in range(1, T)], axis=1)
+        right = accepted(drawn, fed[:, 1:], drafted, self.ends(fed)[:, :-1])
+        return jnp.where(now.active, right, 0)
+
+    def ends(self, fed: Array) -> Array:
+        """bool[B, T]: tokens that end their row."""
+        return jnp.any(fed[..., None] == self.stop.reshape(-1, 1, self.stop.shape[-1]), axis=-1)
+
+    def keep(
+        self,
+        s: DraftLoop,
+        now: Round,
+        drafter: Any,
+        fed: Fed,
+        drafted: Array,
+        right: Array,
+    ) -> DraftLoop:
+        """The loop after a round: keeps the next token of each row and the first `right` i32[B]
+        of its draft.
+        """
+        place = jnp.arange(fed.tokens.shape[1], dtype=jnp.int32)[None]
+        taken = jnp.where(now.active, 1 + right, 0)
+        kept = place < taken[:, None]
+        at = jnp.where(kept, s.emitted[:, None] + place, ROOM)
+        after = jnp.take_along_axis(fed.logits, right[:, None, None], axis=1)[:, 0]
+        attended, counted = s.attended, s.counted
+        if self.measure:
+            attended, counted = count_attended(attended, counted, fed.infos, kept.T)
+        numbers = [jnp.sum(a, dtype=jnp.int32) for a in (now.active, drafted, right)]
+        return DraftLoop(
+            emitted=s.emitted + taken,
+            cache=rollback(fed.cache, s.cache.length + taken),
+            logits=jnp.where(now.active[:, None], after, s.logits),
+            tokens=put_last(s.tokens, at, fed.tokens),
+            active=s.active & ~jnp.any(self.ends(fed.tokens) & kept, axis=1),
+            attended=attended,
+            counted=counted,
+            state=drafter.accept(fed.tokens, taken, drafted).state,
+            numbers=s.numbers + jnp.stack(numbers),
+        )

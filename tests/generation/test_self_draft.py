@@ -5,6 +5,7 @@ the same cache.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from typing import Any
 
 import jax
@@ -12,10 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import kvjax
 from kvjax import Fifo, Retrieval, SelfDraft
-from kvjax.generation import draft_length
+from kvjax.generation import draft_length, drafts
 from kvjax.generation.drafts import _SelfDrafter, check_drafts_itself
 from kvjax.generation.sampling import sampling
 from kvjax.models import Decoder, DecoderConfig
@@ -103,17 +106,121 @@ def test_a_short_cache_drafts_nothing_and_says_so(model: Decoder) -> None:
     assert "attention to all of them is as fast as a selection" in told.idle
 
 
+def drafter(right: Any, compared: Any, price: float) -> _SelfDrafter:
+    """One of rows that were right in so many of the tokens compared, with drafts of up to 6."""
+    return _SelfDrafter(
+        jnp.asarray(compared, jnp.float32),
+        jnp.asarray(right, jnp.float32),
+        jnp.float32(price),
+        6,
+    )
+
+
 def test_a_row_whose_drafts_are_wrong_drafts_less() -> None:
     """The length follows the acceptance, and the price of a step."""
-    rows, compared = jnp.ones(2, bool), jnp.full(2, 30.0)
 
     def length(right: float, price: float) -> int:
-        drafter = _SelfDrafter(compared, jnp.full(2, right), jnp.float32(price), 6)
-        return int(drafter.length(rows))
+        found = drafter(np.full(2, right), np.full(2, 15.0), price)
+        return int(found.length(jnp.ones(2, bool)))
 
     assert length(0.0, 0.25) == 0
-    assert 0 < length(15.0, 0.25) < length(29.0, 0.25) == 6
-    assert length(29.0, 0.9) < 6
+    assert 0 < length(10.0, 0.25) < length(14.9, 0.25) == 6
+    assert length(14.9, 0.9) < 6
+
+
+@given(
+    rates=st.lists(st.floats(0.0, 1.0), min_size=2, max_size=6),
+    price=st.floats(0.02, 1.0),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_row_that_is_right_least_often_never_lengthens_a_draft(
+    rates: list[float], price: float
+) -> None:
+    """All rows draft the same number of tokens: with it, no more than without it."""
+    found = drafter(20 * np.array(rates), np.full(len(rates), 20.0), price)
+    others = np.arange(len(rates)) != int(np.argmin(rates))
+    alone = int(found.length(jnp.asarray(others)))
+    together = int(found.length(jnp.ones(len(rates), bool)))
+    # where two lengths pay equally, rounding decides
+    assert together <= alone or min(rates) > sorted(rates)[1] - 1e-3
+
+
+@pytest.mark.parametrize("price", [0.05, 0.15, 0.4])
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.6, 0.95])
+def test_drafts_are_never_much_slower_than_full_attention(rate: float, price: float) -> None:
+    """However often drafts are right: the time of 1000 tokens, in full steps, by the rule that
+    chooses lengths; and nearly the best of fixed lengths.
+    """
+    chance = jnp.asarray(np.random.default_rng(5).random((1000, 6)) < rate)
+    active = jnp.ones(1, bool)
+
+    @jax.jit
+    def speed(start: _SelfDrafter) -> jax.Array:
+        def round_of(carry: Any, right: jax.Array) -> tuple[Any, None]:
+            state, tokens, time = carry
+            now = start.with_state(state)
+            length = now.length(active)
+            good = jnp.cumprod(right & (jnp.arange(6) < length)).sum()
+            after = now.accept(jnp.zeros((1, 7), jnp.int32), 1 + good[None], length[None])
+            drafting = draft_length.VERIFICATION * (1 + length.astype(jnp.float32) * price)
+            full = jnp.where(length > 0, drafting, 1.0)
+            more = tokens < 1000
+            tokens += jnp.where(more, 1 + good, 0)
+            time += jnp.where(more, full, 0.0)
+            return (after.state, tokens, time), None
+
+        zero = jnp.zeros((), jnp.int32), jnp.zeros(())
+        (_, tokens, time), _ = jax.lax.scan(round_of, (start.state, *zero), chance)
+        return tokens.astype(jnp.float32) / time
+
+    found = float(speed(drafter(np.zeros(1), np.zeros(1), price)))
+    costs = draft_length.StepCosts(full=1.0, draft=price * draft_length.VERIFICATION)
+    best = max(1.0, *(costs.gain(n, rate) for n in range(1, 7)))
+    assert found > 0.95
+    assert found > 0.92 * best
+
+
+def test_a_round_that_drafts_nothing_feeds_one_token(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where drafts do not pay, and where one token is left: counted as the program runs."""
+    verified = Counter[int]()
+
+    def counting(tokens: Any, cache: Any, **how: Any) -> Any:
+        if how.get("exact"):
+            jax.debug.callback(lambda: verified.update([tokens.shape[1]]))
+        return model(tokens, cache, **how)
+
+    def tokens_fed(new: int) -> tuple[Counter[int], Any]:
+        """Of exact steps, their tokens, and what the run says of its drafts."""
+        cache = kvjax.init(POLICY, model.spec(3, 96), layers=CONFIG.layers)
+        verified.clear()
+        made = kvjax.generate(
+            counting, cache, PROMPT, max_new_tokens=new, draft=SelfDraft(tokens=3)
+        )
+        jax.effects_barrier()
+        return Counter(verified), made.speculation
+
+    counts, told = tokens_fed(1)
+    assert counts == {1: 1}
+    assert told.steps == 3
+    counts, told = tokens_fed(20)
+    assert counts[4] > 0
+    monkeypatch.setattr(drafts, "PRICE", 2.0)
+    counts, told = tokens_fed(20)
+    assert counts == {1: 20}
+    assert (told.steps, told.drafted) == (60, 0)
+
+
+def test_where_drafts_do_not_pay_the_text_is_that_of_full_attention(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By steps of one token, which are measured too."""
+    monkeypatch.setattr(drafts, "PRICE", 2.0)
+    want = generate(model, kvjax.Full(), measure=True)
+    found = generate(model, POLICY, SelfDraft(tokens=3), measure=True)
+    assert found.rows == want.rows
+    np.testing.assert_allclose(found.attended, want.attended, rtol=1e-6)
 
 
 def test_drafts_pay_where_the_cache_outweighs_the_weights(
