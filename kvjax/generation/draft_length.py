@@ -34,8 +34,8 @@ VERIFICATION = 1.1
 # .99 of the tokens of three texts of 4096 and 16384 tokens (`lossless_acceptance.json`).
 USUAL = 0.93
 TRUST = 2.0
-# Of what a row counted, from one round to the next, and after a step that drafted nothing. With
-# these and TRUST, drafts that are always wrong come to an end even where they cost little (a
+# Share of a row's counts that the next round keeps, and the one after a step that drafted nothing.
+# With these and TRUST, drafts that are always wrong come to an end even where they cost little (a
 # tenth of a full step), and trying one again now and then takes less than .02 of the time.
 MEMORY = 0.95
 IDLE_MEMORY = 0.995

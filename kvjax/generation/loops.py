@@ -520,7 +520,7 @@ def draft_loop(
 
 
 class Fed(NamedTuple):
-    """What a step of the model gave for tokens of each row."""
+    """Tokens of each row that a step of the model was fed, and its results."""
 
     tokens: Array  # i32[B, T]
     logits: Array  # f32[B, T, V] after each of them
