@@ -118,6 +118,7 @@ def run_job(
       explains: the answer also has what runs each operation.
     """
     from kvjax.compiling import cached_on_disk
+    from kvjax.generation.prefilling import steps_of
 
     with progress:
         ahead = Ahead(job, silent=show is None)
@@ -127,7 +128,8 @@ def run_job(
         # Found while the device reads the prompt.
         ran = None
         if explains:
-            ran = ahead.submit(cached_on_disk, implementations, job.policy, job.spec)
+            logits = steps_of(job.checkpoint.config, cache)[0].logits
+            ran = ahead.submit(cached_on_disk, implementations, job.policy, job.spec, logits)
         run, prefill_seconds = _read_prompt(job, models, cache, block, progress, times)
         compile_seconds = ahead.wait()
         if compile_seconds:

@@ -84,12 +84,13 @@ class Job:
         """
         import jax
 
-        from kvjax.generation.prefilling import check_sparse
+        from kvjax.generation.prefilling import check_sparse, steps_of
 
         shapes = jax.eval_shape(self.empty)
         self.checkpoint.config.check_cache(shapes)
         if self.sparse_prompt is not None:
-            check_sparse(shapes, self.sparse_prompt)
+            steps = steps_of(self.checkpoint.config, shapes)
+            check_sparse(shapes, self.sparse_prompt, steps)
         if self.draft_directory is not None:
             self._check_tokenizer_of_draft(self.draft_directory)
         self._check_takes_drafts(shapes)

@@ -13,6 +13,7 @@ import typer
 if TYPE_CHECKING:
     from kvjax import CacheSpec, Placement
     from kvjax.models import Checkpoint
+    from kvjax.numerics.partial import Logits
     from kvjax.policies import PerLayer
     from kvjax.policies.policy import Policy
 
@@ -300,22 +301,21 @@ def check_file(option: str, path: Path | None) -> None:
         )
 
 
-def implementations(policy: PerLayer, spec: CacheSpec) -> dict[str, str]:
+def implementations(policy: PerLayer, spec: CacheSpec, logits: Logits) -> dict[str, str]:
     """The implementation of each operation of a decode step that has a kernel, as
-    `kvjax.ops.explain` reports it.
+    `kvjax.ops.explain` reports it, in a model whose attention makes `logits` so.
     """
     import jax
     import jax.numpy as jnp
 
     from kvjax import ops
-    from kvjax.numerics.partial import Logits
     from kvjax.policies import Step
 
     def step(own: Policy) -> tuple[Any, Any]:
         q = jnp.zeros((spec.batch, spec.kv_heads, spec.group, spec.head_dim), spec.dtype)
         k = jnp.zeros((spec.batch, spec.kv_heads, 1, spec.head_dim), spec.dtype)
         st = own.update(own.flush(own.init(spec)), k, k, jnp.ones(spec.batch, bool))
-        return own.attend(st, q, Step(Logits(1.0)))[:2]
+        return own.attend(st, q, Step(logits))[:2]
 
     with ops.explained() as found:
         for own in dict.fromkeys(one.of_size(spec) for one in (*policy.first, policy.rest)):

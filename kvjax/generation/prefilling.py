@@ -26,14 +26,14 @@ from kvjax.cache.cache import (
     ends,
     with_gaps,
 )
+from kvjax.call import plain_step
 from kvjax.compiling import Program
 from kvjax.generation.callables import as_model
 from kvjax.generation.prompt_inputs import check_ids, check_model_cache
 from kvjax.memory import QUICK, commit_together, on_host
-from kvjax.numerics.partial import Logits
 from kvjax.ops.key_blocks import BLOCK, sparse_prompts
 from kvjax.ops.op import Explanation, explained
-from kvjax.policies import Step
+from kvjax.policies import Recurrent, Step
 from kvjax.sharding.placement import Placement, call_model, loops_on_auto_axes, to_context
 from kvjax.spec import require_int
 from kvjax.validation import check_array, check_share, parts_of
@@ -83,8 +83,9 @@ class Model(Protocol):
     `positions` for `SpecPrefill`; everything else works without.
 
     Optional attributes: `rotate_for` (see `kvjax.models.Decoder`), `max_positions`, and
-    `config` with `vocab_size` and `max_position_embeddings`. With them, a request that cannot
-    be served fails before it starts.
+    `config` with `vocab_size`, `max_position_embeddings`, `windows`, `query_scale` and
+    `soft_cap`, as `kvjax.models.DecoderConfig` has them. With them, a request that cannot be
+    served fails before it starts.
     """
 
     def __call__(
@@ -190,8 +191,10 @@ def prefill(
     """
     check_model_cache(model, cache, () if positions is None else ("positions",))
     model = as_model(model)
-    if sparse_prompt is not None and not check_sparse(cache, sparse_prompt):
-        sparse_prompt = None
+    if sparse_prompt is not None:
+        steps = steps_of(getattr(model, "config", None), cache)
+        if not check_sparse(cache, sparse_prompt, steps):
+            sparse_prompt = None
     # On the host if possible: slices of a prompt are then not compiled as programs.
     prompt: Any = tokens if isinstance(tokens, jax.core.Tracer) else np.asarray(tokens)
     if prompt.ndim != 2 or prompt.shape[0] != cache.spec.batch or prompt.shape[1] == 0:
@@ -303,16 +306,40 @@ def _check_positions(
     return found
 
 
-def check_sparse(cache: Cache, share: float) -> bool:
-    """True if chunks in this process attend to a part of a full cache. Raises ValueError for a
-    `sparse_prompt` that is no share, or a cache whose chunks cannot attend to a part."""
+def steps_of(config: Any, cache: Cache) -> tuple[Step, ...]:
+    """How each layer of a model with this `config` attends to its cache, as
+    `kvjax.attention` does by default where the config does not say.
+    """
+    scale, soft_cap, windows = (
+        getattr(config, name, None) for name in ("query_scale", "soft_cap", "windows")
+    )
+    return tuple(
+        plain_step("prefill", layer.spec.head_dim, window, scale, soft_cap)
+        for layer, window in zip(
+            cache.layers, windows or (None,) * len(cache.layers), strict=True
+        )
+    )
+
+
+def check_sparse(cache: Cache, share: float, steps: Sequence[Step]) -> bool:
+    """True if chunks in this process attend to a part of a full cache, whose layers attend as
+    `steps` say.
+
+    Raises ValueError for a `sparse_prompt` that is no share, or a cache whose chunks cannot
+    attend to a part.
+    """
     check_share("sparse_prompt", share, "what is stored")
     if cache.placement is not None:
         raise ValueError(
             "sparse_prompt is for a cache on one device, and this one has a placement"
         )
-    steps: list[Explanation] = []
-    for policy, layer in {layer.policy: layer for layer in attending(cache)}.items():
+    ran: list[Explanation] = []
+    kinds = {
+        (layer.policy, step): layer for layer, step in zip(cache.layers, steps, strict=True)
+    }
+    for (policy, step), layer in kinds.items():
+        if isinstance(policy, Recurrent):
+            continue
         if policy.observes:
             raise ValueError(
                 f"sparse_prompt has no effect on {policy}, which reads a whole prompt at once; leave it out, or use a "
@@ -322,10 +349,9 @@ def check_sparse(cache: Cache, share: float) -> bool:
         heads = spec.kv_heads, spec.q_heads // spec.kv_heads
         q = jax.ShapeDtypeStruct((spec.batch, *heads, BLOCK, spec.head_dim), spec.dtype)
         with sparse_prompts(share), explained() as found:
-            step = Step(Logits(1.0))
             jax.eval_shape(partial(policy.attend_stored, step=step), layer.state, q)
-        steps += found
-    return any(step.op == "attend_key_blocks" for step in steps)
+        ran += found
+    return any(one.op == "attend_key_blocks" for one in ran)
 
 
 def windows_of(model: Any) -> tuple[int | None, ...]:

@@ -28,6 +28,7 @@ from kvjax.cli.methods import entries, meanings
 from kvjax.cli.options import implementations, in_short, make_policy
 from kvjax.cli.prompts import EXAMPLE
 from kvjax.cli.terminal import show_markdown, write_json
+from kvjax.numerics.partial import Logits
 from kvjax.presets.head_files import Heads
 from kvjax.presets.parsing import field_names
 from tests.checkpoint import (
@@ -95,10 +96,23 @@ def test_a_cache_takes_settings_of_its_preset():
 
 def test_operations_that_store_are_told_of_too():
     sizes = {"batch": 1, "q_heads": 2, "kv_heads": 1, "head_dim": 16, "capacity": 256}
-    found = implementations(presets.freekv(64, page=16, sink=16, local=32), CacheSpec(**sizes))
+    spec, logits = CacheSpec(**sizes), Logits(0.25)
+    found = implementations(presets.freekv(64, page=16, sink=16, local=32), spec, logits)
     assert {"put_token", "select_pages", "host_rows_first", "host_append"} <= set(found)
-    assert "put_token" in implementations(presets.h2o(64), CacheSpec(**sizes))
+    assert "put_token" in implementations(presets.h2o(64), spec, logits)
     assert in_short({}) == "the whole step runs as plain XLA"
+
+
+def test_operations_are_those_of_the_models_own_logits(run_json, monkeypatch):
+    asked = []
+
+    def record(policy, spec, logits):
+        asked.append(logits)
+        return implementations(policy, spec, logits)
+
+    monkeypatch.setattr("kvjax.cli.answer.implementations", record)
+    run_json("--prompt", TEXT, "--max-new-tokens", 2, "--cache", "fier:budget=32")
+    assert asked == [Logits(D**-0.5)]
 
 
 def test_operations_with_the_same_answer_share_its_words():

@@ -4,6 +4,7 @@ and what is refused.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ import kvjax
 from kvjax import presets
 from kvjax.cli import main
 from kvjax.generation import SpecPrefill, generate, prefill
-from kvjax.generation.prefilling import check_sparse, chunks_of
+from kvjax.generation.prefilling import check_sparse, chunks_of, steps_of
 from kvjax.models import Decoder, DecoderConfig
+from kvjax.numerics.partial import Logits
 from kvjax.ops import chunk
 from kvjax.ops.key_blocks import sparse_prompts
 from kvjax.ops.op import say_once
@@ -154,7 +156,8 @@ def test_a_gpu_without_the_kernel_reads_everything_and_says_so(
     monkeypatch.setattr(chunk, "why_no_kernel", lambda *_, **__: kernel)
     say_once.cache_clear()
     shapes = jax.eval_shape(lambda: empty(model))
-    assert check_sparse(shapes, 0.5) == sparse
+    steps = steps_of(CONFIG, shapes)
+    assert check_sparse(shapes, 0.5, steps) == sparse
     assert [r.getMessage() for r in caplog.records] == (
         []
         if sparse
@@ -162,9 +165,33 @@ def test_a_gpu_without_the_kernel_reads_everything_and_says_so(
             "sparse_prompt is ignored, and prompts attend to everything, which is faster here: no wgmma"
         ]
     )
-    assert not check_sparse(shapes, 1.0)
+    assert not check_sparse(shapes, 1.0, steps)
     if not sparse:
         np.testing.assert_array_equal(read(model, 0.5)[0], read(model, None)[0])
+
+
+def test_a_model_with_a_soft_cap_reads_a_part_where_nothing_reads_everything_faster(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr(chunk, "takes_cudnn", lambda *_: True)  # but of no soft cap
+    monkeypatch.setattr(chunk, "_takes", lambda *_: False)
+    monkeypatch.setattr(chunk, "why_no_kernel", lambda *_, **__: "no wgmma")
+    say_once.cache_clear()
+    capped = Decoder(dataclasses.replace(CONFIG, soft_cap=2.0), rngs=nnx.Rngs(3))
+    exact, _ = read(capped, None, slice(1))
+    found, _ = read(capped, 0.5, slice(1))
+    assert np.abs(found - exact).max() > 1e-3
+    assert not caplog.records
+
+
+def test_layers_attend_as_the_config_of_their_model_says(model: Decoder) -> None:
+    cache = jax.eval_shape(lambda: empty(model))
+    assert [step.logits for step in steps_of(CONFIG, cache)] == [Logits(8**-0.5)] * 2
+    config = dataclasses.replace(CONFIG, query_scale=0.25, soft_cap=2.0, windows=(16, None))
+    steps = steps_of(config, cache)
+    assert [step.logits for step in steps] == [Logits(0.25, 2.0)] * 2
+    assert [step.window for step in steps] == [16, None]
+    assert steps_of(None, cache) == steps_of(CONFIG, cache)  # a model without a config
 
 
 def test_generate_a_checkpoint_and_the_command_line_read_the_same(

@@ -18,6 +18,7 @@ import kvjax
 from kvjax import ops, testing
 from kvjax.cli.options import implementations
 from kvjax.kernels_pallas import simt
+from kvjax.numerics.partial import Logits
 from kvjax.ops import op
 from tests.kernels.conftest import ON_GPU
 from tests.kernels.simulate import Simulator
@@ -70,7 +71,8 @@ def test_gradients_with_kernels_are_those_of_attention(kernels, case, implementa
     )
     with ops.use(implementation):
         testing.check_policy(CASES[case].policy, spec, laws=[LAW]).raise_for_failures()
-    steps_have_some = bool(implementations(kvjax.PerLayer((), CASES[case].policy), spec))
+    policy = kvjax.PerLayer((), CASES[case].policy)
+    steps_have_some = bool(implementations(policy, spec, Logits(spec.head_dim**-0.5)))
     assert (
         kernels.ran or not steps_have_some
     )  # evictors select from a prompt by one, and attend without any
