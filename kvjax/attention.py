@@ -46,8 +46,7 @@ from kvjax.ops.chunk import (
     splits_queries,
     ungroup,
 )
-from kvjax.policies import Index, Info
-from kvjax.policies.indexed import with_index
+from kvjax.policies import Info
 from kvjax.policies.policy import step_lengths
 from kvjax.sharding.placement import context_axis
 from kvjax.validation import check_flags
@@ -73,7 +72,6 @@ def attention(
     first_chunk: bool = False,
     flush: bool = True,
     selection: Selection | None = None,
-    index: Index | None = None,
 ) -> tuple[Array, MaybeCache]:
     """Attends with queries q [B, T, N, D] to the cache and to the new k, v [B, T, K, D], and
     stores k and v.
@@ -102,8 +100,6 @@ def attention(
         `lax.cond` makes the host wait.
       selection: for a `Follower`, the `Info.selection` of this step in the layer that it
         follows; other policies make their own selection and ignore it.
-      index: for a cache of `kvjax.policies.Indexed`, the queries and keys of the model's own
-        indexer (`Index`).
 
     Returns:
       out [B, T, N, D] in q's dtype, and the cache.
@@ -126,7 +122,6 @@ def attention(
         first_chunk=first_chunk,
         flush=flush,
         selection=selection,
-        index=index,
     )
     return out, cache
 
@@ -146,7 +141,6 @@ def attention_info(
     first_chunk: bool = False,
     flush: bool = True,
     selection: Selection | None = None,
-    index: Index | None = None,
 ) -> tuple[Array, MaybeCache, Info | None]:
     """`attention` that also returns an `Info` of what a decode step read; None for a prompt or
     without a cache.
@@ -161,8 +155,6 @@ def attention_info(
             f"active is for decode steps (T=1), got T={T}; for a prompt give lengths, 0 for rows without tokens"
         )
     count = row_counts(B, T, lengths, active)
-    if index is not None or (cache is not None and cache.policy.takes_index):
-        cache = with_index("attention", cache, index, count)
     if cache is not None and T == 1:
         if cache.policy.follows:
             step = replace(step, selection=selection)
@@ -197,8 +189,6 @@ def prefill(
         check_empty("prefill", cache)
     B, T = q.shape[:2]
     count = row_counts(B, T, lengths, None)
-    if cache.policy.takes_index:
-        with_index("prefill", cache, None, count)
     call = Call(q, k, v, count, step, first_chunk=first_chunk, padded=lengths is not None)
     out, cache, _ = run(_attend_prompt, cache, call)
     return out, cache
@@ -288,8 +278,6 @@ def decode_info(
             f"decode takes 1 to {MOST_STEPS} tokens per row, got T={T}; read a prompt with kvjax.prefill"
         )
     count = row_counts(B, T, lengths, active)
-    if cache.policy.takes_index:
-        with_index("decode", cache, None, count)
     if lengths is not None and T > 1:
         k, v = without_padding(k, v, count)
     if cache.policy.follows:

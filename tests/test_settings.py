@@ -21,6 +21,7 @@ import pytest
 
 import kvjax
 from kvjax import contrib, evictors, models, policies, selectors, stores
+from kvjax.contrib.indexed import QSA
 from kvjax.contrib.shadowkv import LowRank
 from kvjax.generation.processors import Processors
 from kvjax.models import rope as ropes
@@ -41,7 +42,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "ExpectedAttention": {"rope": ropes.Default()},
     "Trigonometric": {"rope": ropes.Default()},
     "HotSet": {"tokens": 64},
-    "Indexed": {"indexer": policies.QSA()},
+    "Indexed": {"indexer": QSA()},
     "Layers": {"dense": 0},
     "Retrieval": {"selector": kvjax.Fier()},
     "Speculative": {"retrieval": RETRIEVAL},

@@ -16,7 +16,6 @@ Nothing is clamped: a token that has no room is dropped and sets `overflow`, whi
 from kvjax.policies.compressed import Compressed
 from kvjax.policies.evicting import Evicting
 from kvjax.policies.full import Full, FullState
-from kvjax.policies.indexed import MSA, QSA, Index, Indexed, Indexer
 from kvjax.policies.per_head import PerHead
 from kvjax.policies.per_layer import PerLayer
 from kvjax.policies.policy import Info, Logits, Policy, Step
@@ -29,16 +28,11 @@ from kvjax.policies.zones import ZonedState
 from kvjax.spec import RecurrentLayers as RecurrentLayers
 
 __all__ = [
-    "MSA",
-    "QSA",
     "Compressed",
     "Evicting",
     "Follower",
     "Full",
     "FullState",
-    "Index",
-    "Indexed",
-    "Indexer",
     "Info",
     "Logits",
     "PerHead",

@@ -49,7 +49,7 @@ class PerRow(Policy):
     sizes: tuple[tuple[int, int], ...]
 
     def __post_init__(self) -> None:
-        if self.policy.follows or self.policy.takes_index:
+        if self.policy.follows:
             raise ValueError(
                 f"rows of {self.policy} must have one capacity: it needs other layers; leave out small_slots"
             )

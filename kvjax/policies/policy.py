@@ -103,9 +103,6 @@ class Policy:
     follows: ClassVar[bool] = False
     """True if steps attend to what another layer selected."""
 
-    takes_index: ClassVar[bool] = False
-    """True if every call must bring the index queries and keys of the model (`Indexed`)."""
-
     takes_steps: ClassVar[bool] = False
     """True if `store` and `attend` take several decode steps at once; otherwise they come one
     after the other.

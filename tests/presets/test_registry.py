@@ -28,9 +28,8 @@ def test_a_name_of_the_table_is_a_function_of_its_module(name: str) -> None:
 
 @pytest.mark.parametrize("file", [file.name for file in iter_modules(contrib.__path__)])
 def test_each_preset_of_contrib_is_in_the_table(file: str) -> None:
-    module = import_module(f"kvjax.contrib.{file}")
+    module = import_module(f"kvjax.contrib.{file}")  # one without a preset has parts alone
     found = {name for name, thing in vars(module).items() if hasattr(thing, "published")}
-    assert file in found
     assert found == {name for name in MODULES if MODULES[name] == module.__name__}
 
 

@@ -9,7 +9,8 @@ import pytest
 
 import kvjax
 from kvjax import CacheSpec
-from kvjax.policies import MSA, QSA, Index, Indexed
+from kvjax.contrib import indexed
+from kvjax.contrib.indexed import MSA, QSA, Index, Indexed
 from tests.oracles import attention
 
 SPEC = CacheSpec(batch=2, q_heads=24, kv_heads=2, head_dim=256, capacity=400, dtype=jnp.float32)
@@ -85,7 +86,7 @@ def test_steps_read_the_blocks_that_the_indexer_selects(name: str, shapes: bool)
     @jax.jit
     def call(layer: Any, q: Any, k: Any, v: Any, lengths: Any, *index: Any) -> Any:
         made = Index(*index, finish=finish if shapes_keys else None)
-        return kvjax.attention_info(layer, q, k, v, lengths=lengths, index=made)
+        return indexed.attention(layer, q, k, v, lengths=lengths, index=made)
 
     def run(layer: Any, at: np.ndarray, count: np.ndarray) -> Any:
         rows = np.arange(2)[:, None]
@@ -114,12 +115,12 @@ def test_steps_read_the_blocks_that_the_indexer_selects(name: str, shapes: bool)
 def test_below_the_budget_it_is_dense_attention() -> None:
     for indexer in (QSA(size=E, top=100), MSA(heads=2, size=E, block=64, top=8)):
         given, dense = tokens(indexer), kvjax.init_layer(kvjax.Full(), SPEC)
-        layer, attend = kvjax.init_layer(Indexed(indexer), SPEC), jax.jit(kvjax.attention)
+        layer = kvjax.init_layer(Indexed(indexer), SPEC)
         for at in (slice(0, 97), slice(97, 98), slice(98, 99)):
             q, k, v = (jnp.asarray(given[name][:, at]) for name in "qkv")
             index = Index(*(jnp.asarray(given[name][:, at]) for name in ("iq", "ik")))
-            out, layer = attend(layer, q, k, v, index=index)
-            want, dense = attend(dense, q, k, v)
+            out, layer, _ = jax.jit(indexed.attention)(layer, q, k, v, index=index)
+            want, dense = jax.jit(kvjax.attention)(dense, q, k, v)
             np.testing.assert_allclose(out, want, atol=1e-5)
 
 
@@ -135,20 +136,27 @@ def test_what_an_indexer_lacks_is_told() -> None:
     layer = kvjax.init_layer(Indexed(QSA(size=E)), SPEC)
     q, k = jnp.zeros((2, 1, 24, 256)), jnp.zeros((2, 1, 2, 256))
     index = Index(jnp.zeros((2, 1, 4, E)), jnp.zeros((2, 1, E)))
-    with pytest.raises(ValueError, match=r"needs index=kvjax.policies.Index\(q, k\)"):
-        kvjax.attention(layer, q, k, k)
-    with pytest.raises(ValueError, match=r"decode of .* needs index="):
-        kvjax.decode(layer, q, k, k)
-    with pytest.raises(
-        ValueError,
-        match=r"index=...\) is for a cache of kvjax.policies.Indexed; this one is of Full",
-    ):
-        kvjax.attention(kvjax.init_layer(kvjax.Full(), SPEC), q, k, k, index=index)
+    few = index._replace(q=jnp.zeros((2, 1, 3, E)))
+    other = kvjax.init_layer(Indexed(MSA(size=E)), SPEC)
+    for verb in (kvjax.attention, kvjax.prefill, kvjax.decode):
+        with pytest.raises(
+            ValueError, match=r"call kvjax.contrib.indexed.attention with index="
+        ):
+            verb(layer, q, k, k)
+    with pytest.raises(ValueError, match="for a cache of Indexed, and this one is of Full"):
+        indexed.attention(kvjax.init_layer(kvjax.Full(), SPEC), q, k, k, index=index)
     with pytest.raises(
         ValueError, match=r"takes index queries \[2, 1, 4, 32\] and .*; got q\[2, 1, 3, 32\]"
     ):
-        kvjax.attention(layer, q, k, k, index=index._replace(q=jnp.zeros((2, 1, 3, E))))
+        indexed.attention(layer, q, k, k, index=few)
     with pytest.raises(ValueError, match="needs an index query for each of the 2 KV heads"):
-        kvjax.attention(kvjax.init_layer(Indexed(MSA(size=E)), SPEC), q, k, k, index=index)
-    with pytest.raises(ValueError, match="selects among all tokens; window=8"):
-        kvjax.attention(layer, q, k, k, index=index, window=8)
+        indexed.attention(other, q, k, k, index=index)
+
+
+def test_a_call_leaves_the_policy_as_it_was() -> None:
+    layer = kvjax.init_layer(Indexed(QSA(size=E)), SPEC)
+    q, k = jnp.zeros((2, 1, 24, 256)), jnp.zeros((2, 1, 2, 256))
+    index = Index(jnp.zeros((2, 1, 4, E)), jnp.zeros((2, 1, E)))
+    _, after, _ = indexed.attention(layer, q, k, k, index=index)
+    assert after.policy == layer.policy
+    assert jax.tree.structure(after) == jax.tree.structure(layer)

@@ -1,22 +1,26 @@
 """Models that were trained to select: the indexer's queries and keys come from the model,
 beside q, k and v.
 
-A model passes `Index` to `kvjax.attention`. The cache keeps its keys as the indexer wants them,
-and a step attends to the blocks that the indexer's own queries select. Budget and blocks are
-the model's.
+A model calls `attention` of this module with an `Index` instead of `kvjax.attention`. The cache
+keeps its keys as the indexer wants them, and a step attends to the blocks that the indexer's own
+queries select. Budget and blocks are the model's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple, NoReturn
 
 import jax.numpy as jnp
 from jax import Array
 from jax.tree_util import register_dataclass
+from jax.typing import ArrayLike
 
 from kvjax import ops
+from kvjax.attention import attention_info
+from kvjax.cache.cache import LayerCache
+from kvjax.call import row_counts
 from kvjax.numerics.blocks import take_rows, write
 from kvjax.numerics.partial import PartialAttention
 from kvjax.numerics.selection import Selection
@@ -24,6 +28,8 @@ from kvjax.policies.full import AroundFull, Full, FullState
 from kvjax.policies.policy import Info, Policy, Step
 from kvjax.spec import CacheSpec, keep_ints
 from kvjax.validation import check_verbs
+
+__all__ = ["MSA", "QSA", "Index", "Indexed", "Indexer", "attention"]
 
 
 class Index(NamedTuple):
@@ -170,17 +176,16 @@ class IndexedState(AroundFull):
 class Indexed(Policy):
     """Keeps every token, and attends to the blocks that the model's own indexer selects.
 
-    Every call needs `index=kvjax.policies.Index(...)`. **Differs:** a prompt attends densely,
+    Every call goes through `attention` of this module. **Differs:** a prompt attends densely,
     and only decode steps select, so a model that was trained to select in its prompts gives
     other outputs past its budget.
 
     >>> import kvjax
     >>> spec = kvjax.CacheSpec(batch=1, q_heads=24, kv_heads=2, head_dim=256, capacity=512)
-    >>> layer = kvjax.init_layer(kvjax.policies.Indexed(kvjax.policies.QSA()), spec)
+    >>> layer = kvjax.init_layer(Indexed(QSA()), spec)
     """
 
     indexer: Indexer
-    takes_index = True
 
     def __post_init__(self) -> None:
         check_verbs(
@@ -188,7 +193,7 @@ class Indexed(Policy):
             self.indexer,
             "an indexer",
             ("blocks",),
-            "kvjax.policies.QSA()",
+            "kvjax.contrib.indexed.QSA()",
         )
 
     def init(self, spec: CacheSpec) -> IndexedState:
@@ -251,10 +256,16 @@ class Indexed(Policy):
         return replace(st, keys=keys, tail=tail, q=q, weights=weights)
 
     def prefill(self, st: IndexedState, k: Array, v: Array, lengths: Array) -> IndexedState:
-        return replace(st, full=Full().prefill(st.full, k, v, lengths))
+        self._require_index()
 
     def update(self, st: IndexedState, k: Array, v: Array, active: Array) -> IndexedState:
-        return replace(st, full=Full().update(st.full, k, v, active))
+        self._require_index()
+
+    def _require_index(self) -> NoReturn:
+        raise ValueError(
+            f"{self} needs the queries and keys of the model's indexer; call kvjax.contrib.indexed.attention with "
+            "index=Index(q, k), one token at a time after the prompt"
+        )
 
     def attend(
         self, st: IndexedState, q: Array, step: Step
@@ -287,18 +298,54 @@ class Indexed(Policy):
         return Full().free(st.full)
 
 
-def with_index(verb: str, cache: Any, index: Index | None, count: Array) -> Any:
-    """The cache with the index of the next `count` i32[B] tokens. Raises ValueError if it takes
-    none, or got none.
+def attention(
+    cache: LayerCache,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    index: Index,
+    lengths: ArrayLike | None = None,
+    active: ArrayLike | None = None,
+    scale: float | None = None,
+) -> tuple[Array, LayerCache, Info | None]:
+    """`kvjax.attention_info` for a cache of `Indexed`, whose tokens come with their `index`: a
+    chunk of a prompt, or one token.
+
+    >>> import kvjax
+    >>> spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=1, head_dim=16, capacity=64, dtype="float32")
+    >>> layer = kvjax.init_layer(Indexed(MSA(heads=1, size=8, block=8, top=2)), spec)
+    >>> q, k = jnp.ones((1, 20, 4, 16)), jnp.ones((1, 20, 1, 16))
+    >>> out, layer, _ = attention(layer, q, k, k, index=Index(jnp.ones((1, 20, 1, 8)), jnp.ones((1, 20, 8))))
+    >>> layer.length.tolist()
+    [20]
+
+    Raises:
+      ValueError: a cache of another policy, an index of other shapes, or as `kvjax.attention`.
     """
-    if index is None:
+    policy = cache.policy
+    if not isinstance(policy, Indexed):
         raise ValueError(
-            f"{verb} of {cache.policy} needs index=kvjax.policies.Index(q, k), the queries and keys of the model's "
-            "indexer; call kvjax.attention with it, one token at a time after the prompt"
+            f"contrib.indexed.attention is for a cache of Indexed, and this one is of {policy}; call kvjax.attention"
         )
-    if cache is None or not cache.policy.takes_index:
-        policy = None if cache is None else cache.policy
-        raise ValueError(
-            f"{verb}(index=...) is for a cache of kvjax.policies.Indexed; this one is of {policy}"
-        )
-    return replace(cache, state=cache.policy.ask(cache.state, index, count))
+    rows, tokens = q.shape[:2]
+    count = row_counts(rows, tokens, lengths, active)
+    asked = replace(
+        cache,
+        state=policy.ask(cache.state, index, count),
+        policy=_Asked(policy.indexer),
+    )
+    out, after, info = attention_info(
+        asked, q, k, v, lengths=lengths, active=active, scale=scale
+    )
+    return out, replace(after, policy=policy), info
+
+
+class _Asked(Indexed):
+    """`Indexed` in a call that has brought its index."""
+
+    def prefill(self, st: IndexedState, k: Array, v: Array, lengths: Array) -> IndexedState:
+        return replace(st, full=Full().prefill(st.full, k, v, lengths))
+
+    def update(self, st: IndexedState, k: Array, v: Array, active: Array) -> IndexedState:
+        return replace(st, full=Full().update(st.full, k, v, active))
