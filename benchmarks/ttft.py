@@ -10,12 +10,8 @@ which the median is kept, and a turn of `--turn` tokens after 32768 tokens and a
 prompt. The method `floor` is the same prompt in one chunk, whose attention is one cuDNN call
 per layer. Each row is written as soon as it is measured.
 
-A method such as `full|llama-3.2-1b` reads the share `--keep` of a prompt, which a draft model
-of that shape chooses (`kvjax.generation.SpecPrefill`), `full|llama-3.2-1b:8` one of its first 8
-layers, and `full|self:4` the first 4 layers of the model itself. Such rows have
-`choose_seconds` too, the draft's part of the time, and no turn. The blocks of a prompt of
-`full|sparse:0.1` attend to a tenth of the blocks stored before them (`sparse_prompt` of
-`prefill`).
+The blocks of a prompt of `full|sparse:0.1` attend to a tenth of the blocks stored before them
+(`sparse_prompt` of `prefill`).
 
 FLOPs are those of the matrix products and of causal attention; tflops is their rate.
 `cache_bytes` and `host_bytes` are the cache's bytes on the device and on the host, and
@@ -32,7 +28,6 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +39,7 @@ from layers import out_of, save, show
 
 import kvjax
 from kvjax import presets
-from kvjax.generation import SpecPrefill, prefill
+from kvjax.generation import prefill
 from kvjax.memory import nbytes, shapes
 from kvjax.models import Decoder, DecoderConfig
 
@@ -148,55 +143,6 @@ def measure(
         row("turn", after, given.turn, after, _turn(model, cache, tokens, after, given.turn))
 
 
-def measure_part(
-    name: str,
-    config: DecoderConfig,
-    model: Decoder,
-    given: argparse.Namespace,
-    keep: Callable[[dict[str, Any]], None],
-) -> None:
-    """Prompts of which a draft model chooses the part that is read."""
-    method, _, chooser = name.partition("|")
-    shape, _, layers = chooser.partition(":")
-    draft = (
-        model
-        if shape == "self"
-        else throughput.random_model(_narrow(throughput.SHAPES[shape], given), model.dtype)
-    )
-    part = SpecPrefill(draft.first_layers(int(layers)) if layers else draft, keep=given.keep)
-    for length in given.lengths:
-        tokens = np.random.default_rng(0).integers(
-            0, config.vocab_size, (1, length), dtype=np.int32
-        )
-        lengths, seconds, chosen = np.array([length], np.int32), [], []
-        spec = model.spec(batch=1, capacity=part.kept(length) + 64)
-        for _ in range(given.calls + 1):  # the first one compiles
-            cache = jax.block_until_ready(
-                kvjax.init(METHODS[method](), spec, layers=config.layers)
-            )
-            chosen.append(timed(partial(part.choose, tokens, lengths))[0])
-            took, (logits, _) = timed(partial(part.prefill, model, cache, tokens, lengths))
-            del cache
-            if not bool(jnp.all(jnp.isfinite(logits))):
-                raise SystemExit(f"{name}: the logits are not finite")
-            seconds.append(took)
-            gc.collect()
-        row = {
-            "shape": given.shape,
-            "method": name,
-            "what": f"prompt, keep {given.keep}",
-            "tokens": length,
-        }
-        row |= {
-            "read": part.kept(length),
-            "seconds": statistics.median(seconds[1:]),
-            "runs": seconds[1:],
-        }
-        row |= {"choose_seconds": statistics.median(chosen[1:])}
-        show({k: v for k, v in row.items() if k != "runs"})
-        keep(row)
-
-
 def _narrow(config: DecoderConfig, given: argparse.Namespace) -> DecoderConfig:
     """`config`, or two narrow layers of it with --quick."""
     small = {
@@ -236,9 +182,6 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--methods", type=lambda text: text.split(","), default=["floor", *METHODS]
     )
-    parser.add_argument(
-        "--keep", type=float, default=0.2, help="share of a prompt that a draft model chooses"
-    )
     parser.add_argument("--calls", type=int, default=2)
     parser.add_argument(
         "--out", type=Path, help="default: results/ttft.json; with --quick nothing is written"
@@ -261,9 +204,6 @@ def main(args: Sequence[str] | None = None) -> None:
         save(out_of(given, "ttft.json"), what, [row], key)
 
     for name in given.methods:
-        if "|" in name and "|sparse:" not in name:
-            measure_part(name, config, model, given, keep)
-            continue
         policy = presets.full() if name == "floor" else METHODS[name.partition("|")[0]]()
         measure(FLOOR if name == "floor" else name, policy, config, model, given, keep)
         gc.collect()

@@ -28,7 +28,7 @@ from jax.typing import DTypeLike
 import kvjax
 from kvjax import presets
 from kvjax.cache.cache import Cache, LayerCache
-from kvjax.generation import Generation, SpecPrefill, Stream, drafts, generate, stream
+from kvjax.generation import Generation, Stream, drafts, generate, stream
 from kvjax.generation.drafts import Draft, Speculation
 from kvjax.generation.processors import Processors
 from kvjax.generation.prompt_inputs import check_fit
@@ -318,7 +318,6 @@ class Checkpoint:
         stop_tokens: Sequence[int] | None = None,
         capacity: int | None = None,
         speculate: str | Draft | None = None,
-        spec_prefill: SpecPrefill | None = None,
         sparse_prompt: float | None = None,
         template: Mapping[str, Any] | None = None,
         processors: Processors | None = None,
@@ -348,8 +347,6 @@ class Checkpoint:
             "prompt-lookup:3,8". The model verifies several drafted tokens at a time. The text
             stays the same; `speculation` has the acceptance. "self", or `kvjax.SelfDraft()`,
             drafts by the selection of `cache`, and the text is that of "full".
-          spec_prefill: `kvjax.generation.SpecPrefill(small.model, keep=0.2)` reads the fifth of
-            each prompt to which a small model attends most. The text changes.
           sparse_prompt: 0.1 lets blocks of a long prompt attend to a tenth of what is stored,
             on a cache with keys on the device. The text changes.
           template: settings of the chat template: {"enable_thinking": False}, {"tools": [...]}.
@@ -373,7 +370,6 @@ class Checkpoint:
             stop_tokens,
             template,
             processors,
-            spec_prefill,
         )
         draw, key = _draws(temperature, top_k, top_p, min_p, seed, key)
         draft = drafts.parse(speculate) if isinstance(speculate, str) else speculate
@@ -382,12 +378,11 @@ class Checkpoint:
             raise ValueError(
                 "slots and speculate cannot be given together: prompts that take turns draft no tokens"
             )
-        for name, part in (("spec_prefill", spec_prefill), ("sparse_prompt", sparse_prompt)):
-            if slots is not None and part is not None:
-                raise ValueError(
-                    f"slots and {name} cannot be given together: prompts that take turns are read in whole"
-                )
-        together = not (draft is spec_prefill is sparse_prompt is None)
+        if slots is not None and sparse_prompt is not None:
+            raise ValueError(
+                "slots and sparse_prompt cannot be given together: prompts that take turns are read in whole"
+            )
+        together = draft is not None or sparse_prompt is not None
         places = len(counts) if together else self._slots(cache, run, slots)
         if places < len(counts):
             rows = self._take_turns(cache, run, places, draw, key)
@@ -397,7 +392,6 @@ class Checkpoint:
             "key": key,
             "measure": True,
             "draft": draft,
-            "spec_prefill": spec_prefill,
         }
         run.settings["sparse_prompt"] = sparse_prompt
         made = self.init_cache(cache, capacity=run.capacity, batch=len(counts))
@@ -419,7 +413,6 @@ class Checkpoint:
         stop_tokens: Sequence[int] | None = None,
         capacity: int | None = None,
         speculate: str | Draft | None = None,
-        spec_prefill: SpecPrefill | None = None,
         sparse_prompt: float | None = None,
         template: Mapping[str, Any] | None = None,
         processors: Processors | None = None,
@@ -443,7 +436,6 @@ class Checkpoint:
             stop_tokens,
             template,
             processors,
-            spec_prefill,
         )
         draw, key = _draws(temperature, top_k, top_p, min_p, seed, key)
         draft = drafts.parse(speculate) if isinstance(speculate, str) else speculate
@@ -452,7 +444,6 @@ class Checkpoint:
             "key": key,
             "measure": True,
             "draft": draft,
-            "spec_prefill": spec_prefill,
         }
         run.settings |= {"sparse_prompt": sparse_prompt, "tokenizer": self.tokenizer}
         return stream(
@@ -519,7 +510,6 @@ class Checkpoint:
         stop_tokens: Sequence[int] | None,
         template: Mapping[str, Any] | None,
         processors: Processors | None,
-        spec_prefill: SpecPrefill | None,
     ) -> _Request:
         if isinstance(cache, str):
             presets.parse(cache)  # its errors come before the tokenizer is loaded
@@ -532,11 +522,9 @@ class Checkpoint:
         new = (
             default_new_tokens(longest, positions) if max_new_tokens is None else max_new_tokens
         )
-        stored = longest if spec_prefill is None else spec_prefill.kept(longest)
-        check_fit(0, longest, new, None, positions)
-        check_fit(0, stored, new, capacity, None)
+        check_fit(0, longest, new, capacity, positions)
         if capacity is None:
-            capacity = round_capacity(stored + new, rows=len(rows), positions=positions)
+            capacity = round_capacity(longest + new, rows=len(rows), positions=positions)
         if stop_tokens is None:
             texts = all(isinstance(prompt, str) for prompt in prompts)
             stop_tokens = self.stop_tokens if texts else self.chat_stop_tokens

@@ -29,7 +29,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from kvjax.attention import attention_info, decode_info
-from kvjax.cache.cache import Cache, LayerCache, as_positions, as_rows, ends, with_gaps
+from kvjax.cache.cache import Cache, LayerCache, as_rows
 from kvjax.cache.flushing import flush
 from kvjax.numerics.derivatives import with_derivative
 from kvjax.sharding.placement import (
@@ -501,7 +501,6 @@ class Decoder(nnx.Module):
         steps: bool = False,
         exact: bool = False,
         info: bool = False,
-        positions: ArrayLike | None = None,
     ) -> Any:
         """(logits, cache), or (logits, cache, infos) with info=True.
 
@@ -521,8 +520,6 @@ class Decoder(nnx.Module):
           exact: with `steps`, every layer attends to all of its tokens instead of a selection.
           info: adds a tuple with one `kvjax.Info` per layer, or None per layer if no decode
             step ran.
-          positions: i32[B, T] of the tokens in their text, if others between them are left out;
-            later tokens follow the last of them. A sliding window counts tokens, not positions.
 
         Returns:
           logits f32[B, T, V], or f32[B, V] with `last_logits`, and the cache, None without one.
@@ -542,10 +539,8 @@ class Decoder(nnx.Module):
         _check_size(self, cache)
         mesh = _explicit_mesh(self, tokens, cache)
         if mesh is None:
-            return self._run(
-                tokens, cache, lengths=lengths, active=active, positions=positions, **settings
-            )
-        given = {"lengths": lengths, "active": active, "positions": positions}
+            return self._run(tokens, cache, lengths=lengths, active=active, **settings)
+        given = {"lengths": lengths, "active": active}
         return _run_on_auto_axes(self, mesh, tokens, cache, given, **settings)
 
     def _run(
@@ -555,7 +550,6 @@ class Decoder(nnx.Module):
         *,
         lengths: ArrayLike | None,
         active: ArrayLike | None,
-        positions: ArrayLike | None,
         last_logits: bool,
         first_chunk: bool,
         steps: bool,
@@ -586,20 +580,18 @@ class Decoder(nnx.Module):
                 f"make it with kvjax.init(..., layers={self.config.layers})"
             )
 
-        stored = jnp.zeros(B, jnp.int32) if cache is None else cache.position
+        stored = jnp.zeros(B, jnp.int32) if cache is None else cache.length
         if stored.shape != (B,):
             raise ValueError(
                 f"tokens has B={B} but the cache has B={stored.shape[0]}; tokens{list(tokens.shape)}"
             )
         new = _new(lengths, B, T)
         taken = new if active is None else jnp.where(jnp.asarray(active), new, 0)
-        if positions is not None:
-            positions = jnp.asarray(as_positions(positions, tokens.shape))
-        final = end = ends(stored, taken, positions)
+        final = stored + taken
         if cache is not None and self.config.rope.by_length:
             cache = self.rotate_for(cache, jnp.where(taken > 0, final, 0))
             final = _rotated_for(cache)
-        x, cos, sin = self.begin(tokens, stored if positions is None else positions, final)
+        x, cos, sin = self.begin(tokens, stored, final)
         placement = None if cache is None or steps else cache.placement
         x = split_tokens(
             placement, keep_tokens(placement, x)
@@ -627,8 +619,6 @@ class Decoder(nnx.Module):
             infos.append(seen)
         if cache is not None:
             cache = dataclasses.replace(cache, layers=tuple(layers))
-            if positions is not None:
-                cache = with_gaps(cache, end, taken)
 
         logits = self.finish(x, lengths) if last_logits else self._logits(self.norm(x))
         return (logits, cache, tuple(infos)) if info else (logits, cache)
@@ -666,17 +656,15 @@ class Decoder(nnx.Module):
         first.layers = nnx.List(list(self.layers)[:count])
         return first
 
-    def begin(self, tokens: Array, positions: Array, final: Array) -> tuple[Array, Any, Any]:
-        """Embeds tokens i32[B, T] at `positions`: x [B, T, hidden], and cos and sin of RoPE.
-
-        Positions are i32[B, T], or i32[B] for those of the first of adjacent tokens.
+    def begin(self, tokens: Array, stored: Array, final: Array) -> tuple[Array, Any, Any]:
+        """Embeds tokens i32[B, T] that follow `stored` i32[B] others: x [B, T, hidden], and cos
+        and sin of RoPE.
 
         If layers have different kinds of RoPE, these are tuples with those of each.
 
         `final` i32[B] are the lengths of the texts, on which RoPE depends in some models.
         """
-        if positions.ndim == 1:
-            positions = positions[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        positions = stored[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         # the embedding of a padding token is meaningless, but must be finite: it is clipped
         x, config = embed(self.embedding[...], tokens), self.config
         if config.embedding_scale != 1:

@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax.generation import SpecPrefill, generate
+from kvjax.generation import generate
 from kvjax.generation.drafts import DraftModel, PromptLookup
 from kvjax.generation.processors import Processors
 from kvjax.generation.sampling import sampling
@@ -135,7 +135,6 @@ ANSWERS: dict[str, Callable[[Decoder], Any]] = {
     "by rules": lambda m: _generate(m, processors=RULES),
     "with a look-up": lambda m: _generate(m, draft=PromptLookup(ngram=2, tokens=3)),
     "with a draft model": lambda m: _generate(m, draft=DraftModel(m, tokens=3)),
-    "of a part": lambda m: _generate(m, spec_prefill=SpecPrefill(m, keep=0.2)),
     "of an engine": _through_an_engine,
 }
 

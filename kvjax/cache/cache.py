@@ -92,11 +92,6 @@ class Cache:
     # i32[B] the longest text that the rotation of each row's keys is right for, 0 for an empty
     # row; None if the model's RoPE does not depend on the length of a text
     rotated_for: Array | None = None
-    # i32[B] tokens that `SpecPrefill` left out of each row's prompt; None: all read
-    skipped: Array | None = None
-    kept: Array | None = (
-        None  # i32[B] tokens up to the last of such a prompt, into which `rollback` must not go
-    )
 
     @property
     def spec(self) -> CacheSpec:
@@ -106,13 +101,6 @@ class Cache:
     def length(self) -> Array:
         """Tokens that each row has received, the same in all layers: i32[B]."""
         return self.layers[0].length
-
-    @property
-    def position(self) -> Array:
-        """The position of each row's next token: `length`, unless tokens of its prompt were
-        left out. i32[B].
-        """
-        return self.length if self.skipped is None else self.length + self.skipped
 
     @property
     def placement(self) -> Placement | None:
@@ -348,41 +336,7 @@ def raise_on_overflow(cache: Cache | LayerCache) -> None:
             "not called before each decode step, or kvjax.rollback got a length that is out of reach"
         )
     if isinstance(cache, Cache):
-        check_rotation(cache, cache.position, RuntimeError)
-
-
-def ends(position: Array, count: Any, positions: Any = None) -> Array:
-    """i32[B]: the position after `count` i32[B] new tokens of each row, the first of which is
-    at `position` i32[B].
-
-    Tokens at `positions` i32[B, T] need not be adjacent.
-    """
-    if positions is None:
-        return position + count
-    last = jnp.take_along_axis(
-        jnp.asarray(positions), jnp.maximum(count - 1, 0)[:, None], axis=1
-    )[:, 0]
-    return jnp.where(count > 0, last + 1, position)
-
-
-def as_positions(positions: Any, shape: tuple[int, ...]) -> Any:
-    """`positions` of tokens as i32 of `shape` [B, T]. Raises ValueError if they are of another
-    shape or no integers.
-    """
-    found: Any = positions if isinstance(positions, Array) else np.asarray(positions)
-    if found.shape != shape or not jnp.issubdtype(found.dtype, jnp.integer):
-        raise ValueError(
-            f"positions must be integers {list(shape)}, one for each token; got {found.dtype}{list(found.shape)}"
-        )
-    return found.astype(np.int32)
-
-
-def with_gaps(cache: Cache, end: Array, count: Array) -> Cache:
-    """`cache` after `count` i32[B] tokens between which others were left out; the text of a row
-    goes on at `end`.
-    """
-    kept = jnp.where(count > 0, cache.length, 0 if cache.kept is None else cache.kept)
-    return dataclasses.replace(cache, skipped=end - cache.length, kept=kept)
+        check_rotation(cache, cache.length, RuntimeError)
 
 
 def shared_tokens(cache: Cache | LayerCache) -> np.ndarray:
@@ -393,15 +347,6 @@ def shared_tokens(cache: Cache | LayerCache) -> np.ndarray:
     if not stores or not all(isinstance(store, PrefixedBlock) for store in stores):
         return np.zeros(cache.spec.batch, np.int32)
     return np.min([on_host(store.base) for store in stores if store is not None], axis=0)
-
-
-def check_whole(verb: str, cache: Any) -> None:
-    """Raises ValueError for a cache whose prompt was read in part."""
-    if isinstance(cache, Cache) and cache.skipped is not None:
-        raise ValueError(
-            f"{verb} takes caches of whole prompts, and tokens of this one's prompt were left out (SpecPrefill); read "
-            "the prompt without spec_prefill"
-        )
 
 
 def check_rotation(

@@ -24,7 +24,6 @@ from kvjax.cache.cache import (
     as_rows,
     as_whole,
     check_cache,
-    check_whole,
     layers_of,
     own_axes,
     placement_of,
@@ -67,24 +66,15 @@ def rollback(cache: C, lengths: ArrayLike) -> C:
 
     Raises:
       ValueError: a policy that forgets tokens (`Evicting`) or remembers its last step
-        (`Speculative`); a length beyond the tokens of the row, before its last flush, or within
-        a prompt that `SpecPrefill` read in part. Under jit, where lengths are not known, such a
-        row stays as it is and `raise_on_overflow` reports it.
+        (`Speculative`); a length beyond the tokens of the row, or before its last flush. Under
+        jit, where lengths are not known, such a row stays as it is and `raise_on_overflow`
+        reports it.
     """
     check_cache("rollback", cache)
     target = _target_lengths("rollback", cache, lengths)
     states = []
     with own_axes(cache):
         target = as_rows(cache, target)
-        if isinstance(cache, Cache) and cache.kept is not None:
-            into = (target > 0) & (target < cache.kept)
-            if isinstance(into, Tracer):
-                target = jnp.where(into, -1, target)  # out of reach
-            elif np.any(into):
-                raise ValueError(
-                    f"rollback to {target.tolist()} tokens would cut prompts that were read in part (SpecPrefill), of "
-                    f"{cache.kept.tolist()} tokens; keep all of a prompt, or none"
-                )
         for layer in layers_of(cache):
             policy = _reversible(layer, "rollback")
             if not isinstance(lengths, Tracer):
@@ -107,7 +97,6 @@ def truncate(cache: C, lengths: ArrayLike) -> C:
         not known, such a row stays as it is and `raise_on_overflow` reports it.
     """
     check_cache("truncate", cache)
-    check_whole("truncate", cache)
     target, layers = _target_lengths("truncate", cache, lengths), layers_of(cache)
     if not isinstance(lengths, Tracer) and not isinstance(layers[0].length, Tracer):
         known, length = np.asarray(target), on_host(layers[0].length)
@@ -131,8 +120,6 @@ def insert(cache: C, prefix: C, row: int | Array) -> C:
     """
     check_cache("insert(cache=...)", cache)
     check_cache("insert(prefix=...)", prefix)
-    check_whole("insert", cache)
-    check_whole("insert", prefix)
     if isinstance(cache, Cache) != isinstance(prefix, Cache):
         raise ValueError(
             f"insert takes two caches of a layer or two of a model, got a {type(cache).__name__} and for its row a "
@@ -249,21 +236,15 @@ def _target_lengths(verb: str, cache: Any, lengths: ArrayLike) -> Array:
 
 
 def _with_rows(cache: Any, change: Callable[[Array], Array]) -> Any:
-    """A cache with a `change` of what it knows of its rows, i32[B] each: those that are not of
-    its layers.
-    """
-    if not isinstance(cache, Cache):
+    """A cache with a `change` of its `rotated_for` i32[B], which is not of its layers."""
+    if not isinstance(cache, Cache) or cache.rotated_for is None:
         return cache
-    known = {name: getattr(cache, name) for name in ("rotated_for", "skipped", "kept")}
-    changed: dict[str, Any] = {
-        n: None if x is None else change(as_rows(cache, x)) for n, x in known.items()
-    }
-    return dataclasses.replace(cache, **changed)
+    return dataclasses.replace(cache, rotated_for=change(as_rows(cache, cache.rotated_for)))
 
 
 def _with_rotation(cache: Any, lengths: Array) -> Any:
-    """The cache whose rows of length 0 begin anew; other rows keep the rotation of their keys,
-    and their gaps.
+    """The cache whose rows of length 0 begin anew; other rows keep the rotation of their
+    keys.
     """
     with own_axes(cache):
         return _with_rows(cache, lambda rows: jnp.where(as_rows(cache, lengths) == 0, 0, rows))

@@ -40,7 +40,6 @@ from jax.core import Tracer
 from kvjax.cache.cache import (
     Cache,
     LayerCache,
-    check_whole,
     init_layer,
     layers_of,
     shardings,
@@ -425,7 +424,6 @@ def _check(where: str, cache: Any) -> None:
         raise ValueError(f"{where} got a traced cache; call it outside of jit")
     if where == "save":
         check_alive(where, cache)
-        check_whole(where, cache)
 
 
 def _path(directory: str | Path) -> Path:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from kvjax import Cache
-    from kvjax.generation import SpecPrefill, Stream
+    from kvjax.generation import Stream
     from kvjax.generation.drafts import DraftModel, PromptLookup, SelfDraft
     from kvjax.models import Decoder
 
@@ -152,11 +152,10 @@ def run_job(
 
 
 class _Models(NamedTuple):
-    """The model of a job, and what drafts for it or chooses from its prompt."""
+    """The model of a job, and what drafts for it."""
 
     model: Decoder
     draft: PromptLookup | SelfDraft | DraftModel | None
-    spec_prefill: SpecPrefill | None
 
 
 def _load(job: Job, ahead: Ahead, progress: Progress, times: Timeline) -> _Models:
@@ -180,15 +179,12 @@ def _load(job: Job, ahead: Ahead, progress: Progress, times: Timeline) -> _Model
 
 
 def _with_draft(job: Job, model: Decoder) -> _Models:
-    from kvjax.generation import SpecPrefill
     from kvjax.generation.drafts import DraftModel
 
     if job.draft_directory is None:
-        return _Models(model, job.lookup, None)
+        return _Models(model, job.lookup)
     small = load_checkpoint(job.draft_directory, dtype=job.dtype).model
-    if job.keep is None:
-        return _Models(model, DraftModel(small), None)
-    return _Models(model, None, SpecPrefill(small, keep=job.keep))
+    return _Models(model, DraftModel(small))
 
 
 def _cache(job: Job, ahead: Ahead, times: Timeline) -> Cache:
@@ -232,7 +228,6 @@ def _read_prompt(
             block=block,
             progress=advance_to,
             draft=models.draft,
-            spec_prefill=models.spec_prefill,
             sparse_prompt=job.sparse_prompt,
             short=job.short,
         )

@@ -115,14 +115,6 @@ def generate(
             metavar="DIR",
         ),
     ] = None,
-    keep: Annotated[
-        float | None,
-        optional(
-            "With --draft, read only this share of the prompt, to which the draft attends most (SpecPrefill), and "
-            "decode without drafts. The text changes.",
-            metavar="SHARE",
-        ),
-    ] = None,
     sparse_prompt: Annotated[
         float | None,
         optional(
@@ -175,7 +167,7 @@ def generate(
     settings = template_settings(template)
     check_seed(seed)
     _check_new_tokens(max_new_tokens)
-    _check_drafts(speculate, draft, keep, sparse_prompt)
+    _check_drafts(speculate, draft, sparse_prompt)
     texts = texts or []
     if prompts is not None or len(texts) > 1:
         what = "several --prompt" if prompts is None else "--prompts"
@@ -250,7 +242,6 @@ def generate(
         key=None if sampling.greedy else jax.random.key(seed),
         lookup=lookup,
         draft_directory=None if draft is None else model_directory(draft),
-        keep=keep,
         sparse_prompt=sparse_prompt,
     )
     job.check()
@@ -302,28 +293,15 @@ def _check_new_tokens(max_new_tokens: int | None) -> None:
 
 
 def _check_drafts(
-    speculate: str | None,
-    draft: Path | None,
-    keep: float | None,
-    sparse_prompt: float | None,
+    speculate: str | None, draft: Path | None, sparse_prompt: float | None
 ) -> None:
     """Raises ValueError for drafts and shares of a prompt that are wrong for every model."""
-    from kvjax.validation import check_share
-
     if speculate is not None and draft is not None:
         raise ValueError("--speculate and --draft each say how to draft; give one of them")
-    if keep is not None:
-        check_share("--keep", keep, "the prompt")
-        if draft is None:
-            raise ValueError(
-                "--keep is a share of the prompt that a draft model chooses; add --draft DIR"
-            )
     if sparse_prompt is not None:
+        from kvjax.validation import check_share
+
         check_share("--sparse-prompt", sparse_prompt, "what is stored")
-        if keep is not None:
-            raise ValueError(
-                "--keep and --sparse-prompt each say which part of a prompt counts; give one of them"
-            )
 
 
 def _refuse_together(what: str, options: Mapping[str, object]) -> None:

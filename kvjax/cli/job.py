@@ -38,7 +38,6 @@ class Job:
     key: Array | None  # None for greedy decoding
     lookup: PromptLookup | SelfDraft | None  # a draft that needs no model of its own
     draft_directory: Path | None  # of a model that drafts
-    keep: float | None  # share of the prompt that this model chooses, instead of drafting
     sparse_prompt: float | None
 
     @property
@@ -59,17 +58,9 @@ class Job:
         from kvjax.spec import round_capacity
 
         config = self.checkpoint.config
-        needed = self._stored_prompt + self.max_new_tokens
+        needed = len(self.tokens) + self.max_new_tokens
         capacity = round_capacity(needed, positions=config.max_positions)
         return config.spec(1, capacity_over(capacity, self.placement), self.dtype)
-
-    @property
-    def _stored_prompt(self) -> int:
-        """Tokens of the prompt that the cache holds."""
-        from kvjax.generation.spec_prefill import kept
-
-        prompt = len(self.tokens)
-        return prompt if self.keep is None else kept(prompt, self.keep)
 
     def empty(self) -> Cache:
         """An empty cache."""
@@ -104,11 +95,8 @@ class Job:
 
     def _check_takes_drafts(self, shapes: Cache) -> None:
         from kvjax.generation.drafts import DraftModel, check_draft, check_takes_drafts
-        from kvjax.generation.prefilling import check_takes_gaps
 
-        if self.keep is not None:
-            check_takes_gaps(self.checkpoint.config.windows, shapes)
-        elif self.draft_directory is not None:
+        if self.draft_directory is not None:
             check_takes_drafts(shapes, DraftModel.tokens)
         elif self.lookup is not None:
             check_draft(self.lookup, shapes)

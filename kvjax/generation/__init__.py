@@ -5,7 +5,6 @@ ended.
 from kvjax.generation.callables import as_model
 from kvjax.generation.prefilling import Model, chunk_size, prefill
 from kvjax.generation.prompt_inputs import right_padded
-from kvjax.generation.spec_prefill import SpecPrefill
 from kvjax.generation.streaming import (
     Generation,
     Stream,
@@ -23,7 +22,6 @@ __all__ = [
     "Detokenizer",
     "Generation",
     "Model",
-    "SpecPrefill",
     "Stream",
     "as_model",
     "chunk_size",

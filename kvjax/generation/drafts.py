@@ -256,7 +256,7 @@ class SelfDraft:
         check_drafts_itself(cache)
         tokens = tokens_in_one_pass(cache.spec) if self.tokens is None else self.tokens
         check_takes_drafts(cache, tokens)
-        length = int(np.max(on_host(cache.position) + lengths)) + new_tokens // 2
+        length = int(np.max(on_host(cache.length) + lengths)) + new_tokens // 2
         costs = step_costs(cache, nbytes(model).device, length)
         idle = why_idle(cache, costs, tokens)
         rows = cache.spec.batch

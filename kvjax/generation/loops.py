@@ -301,7 +301,8 @@ def _begin_step(
     model: FlatLayers, s: Loop, cache: Cache, *given: Any
 ) -> tuple[Any, Any, Array]:
     """Draws and embeds; also `_steps_to_full` of `cache`, which has one layer of each policy."""
-    bad, stored = has_no_best(s.logits), cache.position
+    bad = has_no_best(s.logits)
+    stored = cache.length
     s, active, fed = _draw(s._replace(active=s.active & ~bad), *given)
     embedded = model.begin(fed, stored, stored + active.astype(jnp.int32))
     return (s, active, fed, bad), embedded, _steps_to_full(cache)

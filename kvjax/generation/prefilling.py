@@ -20,11 +20,7 @@ from jax.typing import ArrayLike
 
 from kvjax.cache.cache import (
     Cache,
-    as_positions,
-    attending,
     check_rotation,
-    ends,
-    with_gaps,
 )
 from kvjax.call import plain_step
 from kvjax.compiling import Program
@@ -36,7 +32,7 @@ from kvjax.ops.op import Explanation, explained
 from kvjax.policies import Recurrent, Step
 from kvjax.sharding.placement import Placement, call_model, loops_on_auto_axes, to_context
 from kvjax.spec import require_int
-from kvjax.validation import check_array, check_share, parts_of
+from kvjax.validation import check_array, check_share
 
 SMALLEST_CHUNK = 16  # more than 1, because a chunk of one token would be a decode step
 CPU_CHUNKS = (256, 64)  # logits of 256 tokens and a block of keys stay in the caches of a core
@@ -64,10 +60,10 @@ class Layered(Protocol):
 
     layers: Any
 
-    def begin(self, tokens: Array, positions: Array, final: Array) -> tuple[Array, Any, Any]:
-        """x [B, T, hidden], and two more arrays that each layer takes, for a chunk at
-        `positions` and up to `final` i32[B]. Positions are i32[B, T], or i32[B] for those of
-        the first tokens of adjacent ones."""
+    def begin(self, tokens: Array, stored: Array, final: Array) -> tuple[Array, Any, Any]:
+        """x [B, T, hidden], and two more arrays that each layer takes, for a chunk that follows
+        `stored` i32[B] tokens, up to `final` i32[B].
+        """
         ...
 
     def finish(self, x: Array, lengths: Any) -> Array:
@@ -79,8 +75,8 @@ class Model(Protocol):
     """The interface of a model for generation: a pytree that can be called, or any callable
     (`kvjax.generation.as_model`).
 
-    `steps` is needed for drafts, `exact` for those of `SelfDraft`, `info` for `measure` and
-    `positions` for `SpecPrefill`; everything else works without.
+    `steps` is needed for drafts, `exact` for those of `SelfDraft`, and `info` for
+    `measure`; everything else works without.
 
     Optional attributes: `rotate_for` (see `kvjax.models.Decoder`), `max_positions`, and
     `config` with `vocab_size`, `max_position_embeddings`, `windows`, `query_scale` and
@@ -100,7 +96,6 @@ class Model(Protocol):
         steps: bool = False,
         exact: bool = False,
         info: bool = False,
-        positions: Any = None,
     ) -> Any:
         """(logits, cache), or (logits, cache, infos) with info=True.
 
@@ -109,8 +104,7 @@ class Model(Protocol):
         last real token · first_chunk=True: the cache is empty · steps=True: the T tokens are
         decode steps, as drafts need · exact=True: these steps attend to all stored tokens
         (`kvjax.decode(exact=True)`) · info=True: one Info per layer, with `attended` f32[B, K],
-        or f32[T, B, K] with steps · positions i32[B, T] of the tokens; those that follow what
-        the cache holds by default.
+        or f32[T, B, K] with steps.
         """
 
 
@@ -153,7 +147,6 @@ def prefill(
     first_chunk: bool | None = None,
     progress: Callable[[int], None] | None = None,
     final: ArrayLike | None = None,
-    positions: ArrayLike | None = None,
     sparse_prompt: float | None = None,
 ) -> tuple[Array, Cache]:
     """Stores a right-padded prompt i32[B, T] and returns the logits f32[B, V] of each row's
@@ -172,10 +165,6 @@ def prefill(
     of a text (LongRoPE, dynamic NTK) use it: they rotate all keys of a row for it, and refuse a
     text that outgrows it.
 
-    `positions` i32[B, T], increasing, are those of the tokens in a text of which others are
-    left out; what follows goes on after the last of them (`Cache.position`). `SpecPrefill`
-    chooses such tokens.
-
     `sparse_prompt` is the share of the stored tokens, in blocks of 128, to which each block of
     queries attends: those with the most estimated weight (`kvjax.ops.key_blocks`). A chunk
     attends to itself exactly, and the chunk in which a row ends, for that row, to everything;
@@ -189,7 +178,7 @@ def prefill(
         a `sparse_prompt` for a cache that reads whole prompts at once, is split over devices,
         or keeps no plain keys on the device, or with `lengths` that are traced.
     """
-    check_model_cache(model, cache, () if positions is None else ("positions",))
+    check_model_cache(model, cache)
     model = as_model(model)
     if sparse_prompt is not None:
         steps = steps_of(getattr(model, "config", None), cache)
@@ -228,7 +217,7 @@ def prefill(
         first_chunk = not isinstance(length, jax.core.Tracer) and not np.any(on_host(length))
 
     if cache.rotated_for is not None:
-        total = ends(cache.position, count, positions)
+        total = cache.length + count
         if final is not None:
             check_array("final", final, "a number or integers [B]", "4096")
         final = (
@@ -243,19 +232,14 @@ def prefill(
     pad = jnp.pad if isinstance(prompt, jax.core.Tracer) else np.pad
     padding = ((0, 0), (0, sum(size for size, _ in chunks) - T))
     prompt = pad(prompt.astype(np.int32), padding)
-    if positions is not None:
-        positions = pad(_check_positions(model, cache, positions, count, (B, T)), padding)
     _, cache = commit_together((_committed(model), cache))
     logits: Array | None = None
     start = 0
     for size, alone in chunks:
         columns = slice(start, start + size)
-        own = None if positions is None else positions[:, columns]
         for share, real in _passes(count - start, size, sparse_prompt):
             with sparse_prompts(share):
-                new, cache = _read(
-                    model, cache, prompt[:, columns], real, own, first_chunk=alone
-                )
+                new, cache = _read(model, cache, prompt[:, columns], real, first_chunk=alone)
             # A row whose last token is in this chunk gets its logits here; a row that ended
             # earlier keeps its own.
             kept = logits is not None and (
@@ -284,26 +268,6 @@ def _passes(left: Any, size: int, share: float | None) -> list[tuple[float | Non
     goes_on = left > size
     passes = [(share, np.where(goes_on, real, 0)), (None, np.where(goes_on, 0, real))]
     return [one for one in passes if np.any(one[1])] or [(None, real)]
-
-
-def _check_positions(
-    model: Any, cache: Cache, positions: ArrayLike, count: Any, shape: tuple[int, int]
-) -> Any:
-    """`positions` as i32[B, T]; raises ValueError if they are not, or do not increase from what
-    the cache holds.
-    """
-    check_takes_gaps(windows_of(model), cache)
-    found = as_positions(
-        positions if isinstance(positions, jax.core.Tracer) else np.asarray(positions), shape
-    )
-    if not any(isinstance(a, jax.core.Tracer) for a in (found, count, cache.length)):
-        before = np.concatenate([on_host(cache.position)[:, None] - 1, found], axis=1)
-        real = np.arange(shape[1]) < count[:, None]
-        for row in np.flatnonzero(np.any(real & (np.diff(before) <= 0), axis=1)):
-            raise ValueError(
-                f"positions of row {row} must increase, from {before[row, 0] + 1} on, where its text ends"
-            )
-    return found
 
 
 def steps_of(config: Any, cache: Cache) -> tuple[Step, ...]:
@@ -359,30 +323,6 @@ def windows_of(model: Any) -> tuple[int | None, ...]:
     return getattr(getattr(model, "config", None), "windows", ())
 
 
-def check_takes_gaps(windows: tuple[int | None, ...], cache: Cache) -> None:
-    """Raises ValueError for a model with sliding windows, or a cache that needs whole prompts."""
-    if len(attending(cache)) < len(cache.layers):
-        raise ValueError(
-            "a prompt with gaps is for models whose layers all have attention: the state of the others would never "
-            "hear of the tokens that are left out; read the whole prompt"
-        )
-    if any(window is not None for window in windows):
-        raise ValueError(
-            "a prompt with gaps is for models without sliding windows: a window counts the tokens that are stored, and "
-            "would reach too far back; read the whole prompt"
-        )
-    if cache.placement is not None:
-        raise ValueError(
-            "a prompt with gaps is for a cache on one device, and this one has a placement"
-        )
-    for part in (part for layer in cache.layers for part in parts_of(layer.policy)):
-        if getattr(part, "rope", None) is not None:  # a slot is then not a position
-            raise ValueError(
-                f"{type(part).__name__}(rope=...) turns keys by the places in which they are stored, so it needs whole "
-                "prompts; read it without spec_prefill, or use a method without rope, such as full or fier"
-            )
-
-
 def warm_prefill(
     model: Model, cache: Cache, tokens: int, *, chunk: int | None = None
 ) -> tuple[Array, Cache]:
@@ -436,7 +376,7 @@ def prompt_programs(
                 cast(Any, _begin).__wrapped__, model, chunk_tokens, lengths, lengths
             ),
         )
-        stored = like(cache, jax.eval_shape(lambda cache: cache.position, cache))
+        stored = like(cache, jax.eval_shape(lambda cache: cache.length, cache))
         found.append(Program(_begin, (model, chunk_tokens, stored, lengths), {}))
         found.append(Program(_finish, (model, given[0], lengths), {}))
         for i in kinds_of(model, cache):
@@ -537,11 +477,9 @@ def _prefill_chunk(
     cache: Cache,
     tokens: Array,
     lengths: Array,
-    positions: Array | None = None,
     *,
     first_chunk: bool,
 ) -> tuple[Array, Cache]:
-    given = {} if positions is None else {"positions": positions}
     return call_model(
         model,
         tokens,
@@ -549,7 +487,6 @@ def _prefill_chunk(
         lengths=lengths,
         last_logits=True,
         first_chunk=first_chunk,
-        **given,
     )
 
 
@@ -558,26 +495,19 @@ def _read(
     cache: Cache,
     tokens: Any,
     lengths: Any,
-    positions: Any = None,
     *,
     first_chunk: bool,
 ) -> tuple[Array, Cache]:
     """Reads a chunk, in one program or layer by layer; the cache is donated."""
-    given = () if positions is None else (positions,)
     if isinstance(tokens, jax.core.Tracer) or not by_layer(model, cache):
-        return _prefill_chunk(model, cache, tokens, lengths, *given, first_chunk=first_chunk)
+        return _prefill_chunk(model, cache, tokens, lengths, first_chunk=first_chunk)
     layered: Any = model
     caches = list(cache.layers)
-    x, cos, sin = commit_together(
-        (cache, _begin(layered, tokens, cache.position, lengths, *given))
-    )[1]
-    end = None if positions is None else ends(cache.position, lengths, positions)
+    x, cos, sin = commit_together((cache, _begin(layered, tokens, cache.length, lengths)))[1]
     for i, layer in enumerate(layered.layers):
         x, caches[i] = _layer(layer, x, cos, sin, caches[i], lengths, first_chunk=first_chunk)
     cache = dataclasses.replace(cache, layers=tuple(caches))
-    return _finish(layered, x, lengths), cache if end is None else with_gaps(
-        cache, end, lengths
-    )
+    return _finish(layered, x, lengths), cache
 
 
 def by_layer(model: Any, cache: Cache) -> bool:
@@ -618,12 +548,8 @@ def like(cache: Cache, shapes: Any) -> Any:
 
 
 @partial(jax.jit, compiler_options=QUICK)
-def _begin(
-    model: Any, tokens: Array, stored: Array, lengths: Array, positions: Array | None = None
-) -> tuple[Array, Any, Any]:
-    return model.begin(
-        tokens, stored if positions is None else positions, ends(stored, lengths, positions)
-    )
+def _begin(model: Any, tokens: Array, stored: Array, lengths: Array) -> tuple[Array, Any, Any]:
+    return model.begin(tokens, stored, stored + lengths)
 
 
 @partial(

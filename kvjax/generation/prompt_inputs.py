@@ -134,14 +134,13 @@ def check_request(
     *,
     max_new_tokens: int,
     stop_tokens: int | Iterable[int] = (),
-    kept: np.ndarray | None = None,
 ) -> np.ndarray:
     """Raises ValueError for a request that cannot be served; returns the stop tokens as
     `stop_array` does.
 
     Every prompt and its new tokens must fit in the cache, and in the model's positions if it
     declares them; token ids must be in its vocabulary if it declares that. Rows of length -1 do
-    not take part. `kept` are the numbers of a prompt's tokens that are stored, if not all are.
+    not take part.
     """
     require_int("max_new_tokens", max_new_tokens, at_least=1)
     check_devices(model, cache)
@@ -155,21 +154,19 @@ def check_request(
                 raise ValueError(
                     f"{what} has the token id {high}, but the model's vocabulary is {vocabulary}; use its tokenizer"
                 )
-    stored, position, kept = (
-        on_host(cache.length),
-        on_host(cache.position),
-        lengths if kept is None else kept,
-    )
-    room, positions = cache.spec.capacity + shared_tokens(cache), max_positions(model)
+    stored = on_host(cache.length)
+    room = cache.spec.capacity + shared_tokens(cache)
+    positions = max_positions(model)
     for row in np.flatnonzero(lengths >= 0):
-        where = f"row {row}: "
         check_fit(
-            int(position[row]), int(lengths[row]), max_new_tokens, None, positions, where=where
+            int(stored[row]),
+            int(lengths[row]),
+            max_new_tokens,
+            int(room[row]),
+            positions,
+            where=f"row {row}: ",
         )
-        check_fit(
-            int(stored[row]), int(kept[row]), max_new_tokens, int(room[row]), None, where=where
-        )
-    check_rotation(cache, np.where(lengths >= 0, position + lengths + max_new_tokens, 0))
+    check_rotation(cache, np.where(lengths >= 0, stored + lengths + max_new_tokens, 0))
     return stop
 
 

@@ -71,12 +71,11 @@ from kvjax.generation.prompt_inputs import (
     vocabulary_size,
 )
 from kvjax.generation.sampling import Draws, Sampling
-from kvjax.generation.spec_prefill import SpecPrefill
 from kvjax.generation.text import Detokenizer
 from kvjax.memory import commit_together, on_host, zeros_like
 from kvjax.sharding.placement import to_context
 from kvjax.spec import require_int
-from kvjax.validation import check_alive, shown
+from kvjax.validation import check_alive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +130,6 @@ def generate(
     chunk: int | None = None,
     measure: bool = False,
     draft: Draft | None = None,
-    spec_prefill: SpecPrefill | None = None,
     sparse_prompt: float | None = None,
 ) -> Generation:
     """Continues each row of the prompt until it emits a stop token or `max_new_tokens`.
@@ -153,8 +151,6 @@ def generate(
         several per step. The text stays the same, up to rounding; `Generation.speculation`
         reports how many were accepted. With a `SelfDraft`, the cache's own selection drafts,
         and the text is that of full attention.
-      spec_prefill: a `SpecPrefill`, whose draft model chooses the tokens of the prompt that are
-        read. The text changes.
       sparse_prompt: the share of the stored tokens to which a block of a long prompt attends,
         as in `prefill`. The text changes.
 
@@ -172,9 +168,8 @@ def generate(
         "chunk": chunk,
         "measure": measure,
         "draft": draft,
-        "spec_prefill": spec_prefill,
+        "sparse_prompt": sparse_prompt,
     }
-    settings |= {"sparse_prompt": sparse_prompt}
     return _decode_all(
         stream(model, cache, prompt, lengths, max_new_tokens=max_new_tokens, **settings),
         max_new_tokens,
@@ -228,33 +223,6 @@ def decode(
     )
 
 
-def _reader(
-    model: Model,
-    cache: Cache,
-    lengths: np.ndarray,
-    spec_prefill: SpecPrefill | None,
-    sparse_prompt: float | None,
-) -> tuple[Callable[..., Any], np.ndarray]:
-    """The function that reads prompts of `lengths` i32[B], and how many of their tokens it
-    stores.
-    """
-    if spec_prefill is not None and sparse_prompt is not None:
-        raise ValueError(
-            "spec_prefill and sparse_prompt each say which part of a prompt counts; give one of them"
-        )
-    if spec_prefill is None:
-        return partial(prefill, sparse_prompt=sparse_prompt), lengths
-    if not isinstance(spec_prefill, SpecPrefill):
-        raise ValueError(
-            f"spec_prefill must be a SpecPrefill, got {shown(spec_prefill)}; write "
-            "kvjax.generation.SpecPrefill(small.model, keep=0.2)"
-        )
-    spec_prefill.check(model, cache)
-    return spec_prefill.prefill, np.array(
-        [spec_prefill.kept(int(n)) for n in lengths], np.int32
-    )
-
-
 def _keywords(measure: bool, draft: Draft | None) -> list[str]:
     """Keywords of the model that only some runs need."""
     needed = ["info"] if measure else []
@@ -300,7 +268,6 @@ def stream(
     block: int = 1,
     progress: Callable[[int], None] | None = None,
     draft: Draft | None = None,
-    spec_prefill: SpecPrefill | None = None,
     sparse_prompt: float | None = None,
     short: bool = False,
 ) -> Stream:
@@ -310,10 +277,10 @@ def stream(
     `tokenizer` and one row, pieces of text that never split a character. This call checks and
     prefills the prompt, so errors are raised before the first block. The host waits for the
     device once per block: a larger block is faster, a smaller one streams more smoothly.
-    `draft`, `spec_prefill` and `sparse_prompt` are as in `generate`; with a draft, a block is
-    at least the draft and the token before it. `short` is for a process that gives one answer:
-    where prompts are read layer by layer, tokens are, too, so that less compiles, and each
-    token takes a little longer.
+    `draft` and `sparse_prompt` are as in `generate`; with a draft, a block is at least the
+    draft and the token before it. `short=True` trades decode speed for compile time, for a
+    process that gives one answer: where prompts are read layer by layer, decode steps also run
+    one layer at a time.
     """
     check_model_cache(model, cache, _keywords(measure, draft))
     model = as_model(model)
@@ -325,7 +292,6 @@ def stream(
             "leave out the tokenizer to stream token ids of all rows"
         )
     max_new_tokens = require_int("max_new_tokens", max_new_tokens, at_least=1)
-    read, kept = _reader(model, cache, lengths, spec_prefill, sparse_prompt)
     stop = check_request(
         model,
         cache,
@@ -333,7 +299,6 @@ def stream(
         lengths,
         max_new_tokens=max_new_tokens,
         stop_tokens=stop_tokens,
-        kept=kept,
     )
     draws = Draws.of(sampling, key, cache.spec.batch)
     check_processors(processors)
@@ -342,10 +307,17 @@ def stream(
         check_draft(draft, cache)
         drafter = draft.start(model, cache, tokens, lengths, max_new_tokens)
         block = max(block, drafter.max_tokens + 1)
-    final = on_host(cache.position) + lengths + max_new_tokens
+    final = on_host(cache.length) + lengths + max_new_tokens
     with compile_clock() as clock:
-        logits, cache = read(
-            model, cache, tokens, lengths, chunk=chunk, progress=progress, final=final
+        logits, cache = prefill(
+            model,
+            cache,
+            tokens,
+            lengths,
+            chunk=chunk,
+            progress=progress,
+            final=final,
+            sparse_prompt=sparse_prompt,
         )
     return Stream(
         model,

@@ -34,7 +34,6 @@ from kvjax.cache.cache import (
     Cache,
     LayerCache,
     check_cache,
-    check_whole,
     init_layer,
     layers_of,
     with_layers,
@@ -73,7 +72,6 @@ def fork(row: C, rows: int, *, new_tokens: int) -> C:
       ValueError: more than one row; a policy whose rows cannot share a prefix: see `prefixed`.
     """
     check_cache("fork(row=...)", row)
-    check_whole("fork", row)
     rows = require_int("fork(rows=...)", rows, at_least=1)
     new_tokens = require_int("fork(new_tokens=...)", new_tokens, at_least=1)
     if row.spec.batch != 1:

@@ -15,7 +15,6 @@ import pytest
 import kvjax
 from kvjax import presets
 from kvjax.generation.drafts import SelfDraft
-from kvjax.generation.spec_prefill import SpecPrefill
 from kvjax.models import Decoder, DecoderConfig, GatedDelta, ShortConv
 from kvjax.policies import Recurrent, RecurrentLayers
 from kvjax.recurrence import advance
@@ -229,11 +228,6 @@ def test_model_drafts_for_itself_with_the_selection_of_its_attention():
 
 
 def test_features_for_attention_alone_are_refused_in_words():
-    prompt = [TEXT[0, :20].tolist()]
-    one = new_cache(batch=1)
-    draft = SpecPrefill(MODEL, keep=0.5)
-    with pytest.raises(ValueError, match=r"prompt with gaps is for models whose layers all"):
-        kvjax.generate(MODEL, one, prompt, max_new_tokens=2, spec_prefill=draft)
     with pytest.raises(ValueError, match=r"small_slots are for models whose layers all have"):
         with_small_slots(new_cache(), {32: 2})
     with pytest.raises(

@@ -920,14 +920,6 @@ REFUSED = [
         "the draft model's tokenizer gives",
     ),
     (
-        "generate --prompt a --keep 0.2",
-        "--keep is a share of the prompt that a draft model chooses; add --draft DIR",
-    ),
-    (
-        "generate --prompt a --draft /no --keep 20",
-        "--keep must be a share of the prompt, above 0 and at most 1; got 20",
-    ),
-    (
         "generate --prompt a --sparse-prompt 10",
         "--sparse-prompt must be a share of what is stored, above 0 and at most 1; got 10",
     ),
@@ -938,10 +930,6 @@ REFUSED = [
     (
         "generate --prompt a --sparse-prompt 0.1 --cache kivi",
         "sparse_prompt reads stored keys in place",
-    ),
-    (
-        "generate --prompt a --sparse-prompt 0.1 --draft /no --keep 0.2",
-        "--keep and --sparse-prompt each say which part of a prompt counts; give one of them",
     ),
     ("generate --prompt-file FILES", "is a folder; give a file with the prompt"),
     ("generate --prompt-file FILES/binary", "is not UTF-8: byte 0x80 at 128; convert it first"),

@@ -584,11 +584,6 @@ def test_stream_of_text_equals_the_decoded_tokens(model):
             r"sampling must be a Sampling, got 0\.7; make one: kvjax\.generation\.sampling\.sampling",
         ),
         ([[1]], dict(processors=3), r"processors must be a Processors, got 3; make one: kvjax"),
-        (
-            [[1]],
-            dict(spec_prefill=3),
-            r"spec_prefill must be a SpecPrefill, got 3; write kvjax",
-        ),
         ([[1]], dict(stop_tokens="</s>"), "stop_tokens are token ids, got .*encode the text"),
         (np.zeros((1, 3)), {}, r"prompt must be integers \[B, T\], got float64"),
         (np.ones((1, 3), int), dict(lengths=[4]), "of at most T=3"),

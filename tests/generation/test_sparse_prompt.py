@@ -17,7 +17,7 @@ from flax import nnx
 import kvjax
 from kvjax import presets
 from kvjax.cli import main
-from kvjax.generation import SpecPrefill, generate, prefill
+from kvjax.generation import prefill
 from kvjax.generation.prefilling import check_sparse, chunks_of, steps_of
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.numerics.partial import Logits
@@ -251,17 +251,6 @@ REFUSED = {
     "placement": (
         lambda m: run(m, placement=kvjax.Placement(mesh=MESH, heads="model")),
         "sparse_prompt is for a cache on one device",
-    ),
-    "SpecPrefill": (
-        lambda m: generate(
-            m,
-            empty(m),
-            PROMPT[:, :40],
-            max_new_tokens=1,
-            sparse_prompt=0.5,
-            spec_prefill=SpecPrefill(m),
-        ),
-        "spec_prefill and sparse_prompt each say",
     ),
 }
 
