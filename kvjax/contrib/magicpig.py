@@ -31,7 +31,7 @@ from kvjax.numerics.selection import Selection, by_row, in_order, unpack
 from kvjax.ops.op import reaches_gpus
 from kvjax.policies import PerLayer
 from kvjax.policies.policy import Info, Policy, Step
-from kvjax.policies.short import DenseCapacity, Short, is_short
+from kvjax.policies.short import DenseCapacity, check_dense_capacity, if_long
 from kvjax.policies.zones import Visible, Zoned, ZonedState
 from kvjax.presets.preset import published
 from kvjax.presets.settings import Layers, capacity_of, history, over_layers
@@ -377,8 +377,7 @@ class Sampled(Zoned):
 
     def __post_init__(self) -> None:
         keep_ints(self, budget=1)
-        if not isinstance(self.dense_capacity, str) or self.dense_capacity != "auto":
-            keep_ints(self, dense_capacity=0)
+        check_dense_capacity(self)
         super().__post_init__()
         verbs = ("check", "init", "append")
         check_verbs(
@@ -410,11 +409,7 @@ class Sampled(Zoned):
         return replace(st, index=self.hashing.init(spec, self._hashed(st)))
 
     def of_size(self, spec: CacheSpec) -> Policy:
-        return (
-            Short(self)
-            if is_short(self.dense_capacity, type(self.hashing).__name__, spec)
-            else self
-        )
+        return if_long(self, type(self.hashing).__name__, spec)
 
     @property
     def selects(self) -> bool:

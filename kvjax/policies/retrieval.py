@@ -21,7 +21,7 @@ from kvjax.policies.policy import (
     steps_as_heads,
 )
 from kvjax.policies.shared import Follower, require_whole_pages
-from kvjax.policies.short import DenseCapacity, Short, is_short
+from kvjax.policies.short import DenseCapacity, check_dense_capacity, if_long
 from kvjax.policies.zones import SelectedZones, Visible, ZonedState
 from kvjax.selectors import Candidates, Selector
 from kvjax.sharding.context import Axis
@@ -82,8 +82,7 @@ class Retrieval(SelectedZones):
             protocol="kvjax.Selector",
         )
         keep_ints(self, dense_below=0)
-        if not isinstance(self.dense_capacity, str) or self.dense_capacity != "auto":
-            keep_ints(self, dense_capacity=0)
+        check_dense_capacity(self)
         if self.budget < self.sink + self.local:
             raise ValueError(
                 f"budget={self.budget} is below sink + local = {self.sink} + {self.local}, which every step attends "
@@ -110,11 +109,7 @@ class Retrieval(SelectedZones):
         return replace(st, index=self.selector.init(spec, st.store.slots))
 
     def of_size(self, spec: CacheSpec) -> Policy:
-        return (
-            Short(self)
-            if is_short(self.dense_capacity, type(self.selector).__name__, spec)
-            else self
-        )
+        return if_long(self, type(self.selector).__name__, spec)
 
     def fitted(self, parts: int) -> Retrieval:
         """With chunks of one page, the least: of one page for each device, so that no device

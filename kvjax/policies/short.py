@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from kvjax import ops
 from kvjax.policies.full import Full
 from kvjax.policies.policy import Policy
-from kvjax.spec import CacheSpec
+from kvjax.spec import CacheSpec, keep_ints
 
 FILE = Path(__file__).with_name("short.json")
 DenseCapacity = int | Literal["auto"]
@@ -64,32 +64,42 @@ def _refilled(policy: Policy, empty: Any, tokens: Any, overflow: jax.Array) -> A
     return replace(state, overflow=state.overflow | overflow)
 
 
-def is_short(dense_capacity: DenseCapacity, selector: str, spec: CacheSpec) -> bool:
-    """Whether a cache for `spec` is so short that attending to everything is faster than a
-    `selector` of that name.
+def check_dense_capacity(policy: Any) -> None:
+    """Raises ValueError unless `policy.dense_capacity` is "auto" or a number of tokens."""
+    if policy.dense_capacity != "auto":
+        keep_ints(policy, dense_capacity=0)
 
-    "auto" goes by a measurement: false on devices without one, such as CPUs. On a GPU that runs
-    no kernels, as with KVJAX_KERNELS=off, a selection is only faster in a longer cache:
-    measured on an H100, and taken for every kind, as both ways are bound by memory.
+
+def if_long(policy: Any, selector: str, spec: CacheSpec) -> Policy:
+    """The `policy` of a cache for `spec`, or `Short(policy)` where that attends to everything:
+    the one place that decides it, for `Policy.of_size`.
+
+    `selector` is the name of the class whose cost the policy pays to select.
     """
-    if dense_capacity != "auto":
-        return spec.capacity <= dense_capacity
+    most = policy.dense_capacity
+    if most == "auto":
+        most = measured_capacity(selector, spec)
+    return Short(policy) if spec.capacity <= most else policy
+
+
+def measured_capacity(selector: str, spec: CacheSpec) -> int:
+    """The largest capacity, in tokens, at which attending to everything in a cache like `spec`
+    is faster than a `selector` of that name.
+
+    0 on devices without a measurement, such as CPUs. On a GPU that runs no kernels, as with
+    KVJAX_KERNELS=off, a selection is only faster in a longer cache: measured on an H100, and
+    taken for every kind, as both ways are bound by memory.
+    """
     if jax.default_backend() != "gpu":
-        return False
+        return 0
     from kvjax.kernels_pallas import simt
 
-    known = measured().get(ops.device_kind() or "", {}) | (
-        measured()[WITHOUT_KERNELS] if simt.why_not() else {}
-    )
-    read = (
-        2
-        * spec.batch
-        * spec.capacity
-        * spec.kv_heads
-        * spec.head_dim
-        * jnp.dtype(spec.dtype).itemsize
-    )
-    return read <= known.get(selector, {}).get("bytes", 0)
+    known = measured().get(ops.device_kind() or "", {})
+    if simt.why_not():
+        known = known | measured()[WITHOUT_KERNELS]
+    itemsize = jnp.dtype(spec.dtype).itemsize
+    bytes_per_token = 2 * spec.batch * spec.kv_heads * spec.head_dim * itemsize
+    return known.get(selector, {}).get("bytes", 0) // bytes_per_token
 
 
 @cache

@@ -150,16 +150,14 @@ def history(name: str, store: Store | str, page: int = 1) -> Store:
 def capacity_of(
     dense_capacity: DenseCapacity, store: Store | str, layers: Layers
 ) -> DenseCapacity:
-    """The setting; "auto" becomes 0 for a preset that keeps its history on the host or shares
-    selections.
+    """The setting; "auto" becomes 0 where nothing was measured: for a history that is not in
+    plain form on the device, and for selections that layers share.
     """
+    if dense_capacity != "auto":
+        return dense_capacity
     shares = isinstance(layers, Layers) and layers.shares
-    return (
-        0
-        if dense_capacity == "auto"
-        and (shares or not (store == "device" or isinstance(store, Dense)))
-        else dense_capacity
-    )
+    plain = store == "device" or isinstance(store, Dense)
+    return 0 if shares or not plain else "auto"
 
 
 def require_page(name: str, budget: int, page: int, sink: int, local: int) -> None:
