@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from kvjax.validation import MOST, check_flags, check_verbs, finite_number, shown
+from kvjax.validation import MOST, check_flags, check_verbs, finite_number, short_repr
 
 CACHE_DTYPES = ("bfloat16", "float16", "float32")
 
@@ -46,7 +46,7 @@ class RecurrentLayers:
         if not numbers or not integers or list(numbers) != sorted(set(numbers)):
             raise ValueError(
                 "RecurrentLayers(layers=...) must be numbers of layers in a tuple, in order, got "
-                f"{shown(self.layers)}"
+                f"{short_repr(self.layers)}"
             )
 
 
@@ -113,7 +113,7 @@ def cache_dtype(dtype: DTypeLike) -> np.dtype:
     if found is None or found.name not in CACHE_DTYPES:
         alias = found is None or (isinstance(dtype, str) and dtype != found.name)
         raise ValueError(
-            f"a cache cannot hold dtype {shown(dtype) if alias else found}; use one of {', '.join(CACHE_DTYPES)}"
+            f"a cache cannot hold dtype {short_repr(dtype) if alias else found}; use one of {', '.join(CACHE_DTYPES)}"
         )
     return found
 
@@ -126,11 +126,11 @@ def default_dtype() -> str:
 def require_int(what: str, value: Any, *, at_least: int, at_most: int = MOST) -> int:
     """`value` as an int, or an error that says what it must be."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise ValueError(f"{what} must be an integer, got {shown(value)}")
+        raise ValueError(f"{what} must be an integer, got {short_repr(value)}")
     if value < at_least:
-        raise ValueError(f"{what} must be at least {at_least}, got {shown(value)}")
+        raise ValueError(f"{what} must be at least {at_least}, got {short_repr(value)}")
     if value > at_most:
-        raise ValueError(f"{what} must be at most {at_most}, got {shown(value)}")
+        raise ValueError(f"{what} must be at most {at_most}, got {short_repr(value)}")
     return int(value)
 
 
@@ -139,7 +139,7 @@ def require_ints(
 ) -> tuple[int, ...]:
     """`values` as a tuple of ints, or an error that says what they must be."""
     if not isinstance(values, Iterable) or isinstance(values, str | bytes | Mapping):
-        raise ValueError(f"{what} must be a list of integers, got {shown(values)}")
+        raise ValueError(f"{what} must be a list of integers, got {short_repr(values)}")
     return tuple(
         require_int(what, value, at_least=at_least, at_most=at_most) for value in values
     )

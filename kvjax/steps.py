@@ -24,7 +24,7 @@ from kvjax.numerics.partial import group_queries
 from kvjax.numerics.selection import Selection, unpack
 from kvjax.policies import Info, Step
 from kvjax.policies.policy import STATIC
-from kvjax.validation import check_dims, check_flags, shown
+from kvjax.validation import check_dims, check_flags, short_repr
 
 
 @register_dataclass
@@ -119,7 +119,7 @@ def attend(
     step = plain_step("attend", q.shape[-1], window, scale, soft_cap)
     if selection is not None and not isinstance(selection, Selection):
         raise ValueError(
-            f"attend(selection=...) takes what kvjax.select returns, got {shown(selection)}"
+            f"attend(selection=...) takes what kvjax.select returns, got {short_repr(selection)}"
         )
     step = replace(step, selection=selection)
     if sinks is not None:

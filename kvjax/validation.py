@@ -61,7 +61,7 @@ def check_verbs(
     ValueError: init(policy=...) must be a policy, got the class Full; make an instance: Full(...)
     """
     if isinstance(value, str):
-        problem = f"the string {shown(value)}; write it as code, for example {example}"
+        problem = f"the string {short_repr(value)}; write it as code, for example {example}"
     elif isinstance(value, type):
         problem = f"the class {value.__name__}; make an instance: {value.__name__}(...)"
     elif missing := [
@@ -72,9 +72,7 @@ def check_verbs(
             name = getattr(value, "__name__", type(value).__name__)
             problem = f"the function {name}; call it: {name}(...)"
         else:
-            problem = (
-                f"{shown(value)}, which has no {', '.join(missing)}; give for example {example}"
-            )
+            problem = f"{short_repr(value)}, which has no {', '.join(missing)}; give for example {example}"
             problem += f", or make {protocol} its base" if protocol else ""
     else:
         return
@@ -123,7 +121,9 @@ def check_flags(verb: str, **flags: Any) -> None:
     """
     for name, value in flags.items():
         if not isinstance(value, bool | np.bool_):
-            raise ValueError(f"{verb}({name}=...) must be True or False, got {shown(value)}")
+            raise ValueError(
+                f"{verb}({name}=...) must be True or False, got {short_repr(value)}"
+            )
 
 
 def check_one_of(who: str, among: Iterable[Any], why: str = "", **given: Any) -> None:
@@ -139,7 +139,7 @@ def check_one_of(who: str, among: Iterable[Any], why: str = "", **given: Any) ->
     for name, value in given.items():
         if not isinstance(value, str | int) or value not in known:
             raise ValueError(
-                f"{who}({name}={shown(value)}) must be one of {', '.join(map(str, known))}{why}"
+                f"{who}({name}={short_repr(value)}) must be one of {', '.join(map(str, known))}{why}"
             )
 
 
@@ -182,7 +182,7 @@ def check_array(what: str, value: Any, kind: str, example: str) -> None:
     except (TypeError, ValueError):  # rows of different lengths
         found = np.asarray(None)
     if found.dtype.kind not in "biuf":
-        raise ValueError(f"{what} must be {kind}, such as {example}, got {shown(value)}")
+        raise ValueError(f"{what} must be {kind}, such as {example}, got {short_repr(value)}")
     if found.dtype.kind in "iu" and (wild := found[(found > MOST) | (found < -MOST)]).size:
         raise ValueError(f"{what} must be {kind} of 32 bits, such as {example}, got {wild[0]}")
 
@@ -209,7 +209,7 @@ def check_dims(
     for name, array in arrays.items():
         if not hasattr(array, "dtype") or not hasattr(array, "shape"):
             raise ValueError(
-                f"{name} must be an array of floats, got {shown(array)}; convert it with jnp.asarray"
+                f"{name} must be an array of floats, got {short_repr(array)}; convert it with jnp.asarray"
             )
         if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
             raise ValueError(
@@ -268,7 +268,7 @@ def finite_number(what: str, value: Any) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"{what} must be a finite number, got {shown(value)}")
+        raise ValueError(f"{what} must be a finite number, got {short_repr(value)}")
     return number
 
 
@@ -284,10 +284,10 @@ def check_share(what: str, value: Any, whole: str) -> None:
         )
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """A value in a few words, for an error message.
 
-    >>> shown(2.5), shown(10**5000), shown([1]), shown("(" * 10000)[-30:]
+    >>> short_repr(2.5), short_repr(10**5000), short_repr([1]), short_repr("(" * 10000)[-30:]
     ('2.5', 'an integer of 5001 digits', 'a list', "((((((('... (10000 characters)")
     """
     if value is None:

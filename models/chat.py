@@ -30,7 +30,7 @@ from kvjax.generation.prompt_inputs import check_fit
 from kvjax.generation.sampling import Sampling
 from kvjax.received import read_object
 from kvjax.spec import require_int, round_capacity
-from kvjax.validation import shown
+from kvjax.validation import short_repr
 
 CHAT = "chat.json"  # of a saved conversation, beside its cache
 NEW_TOKENS = 128  # the default, or fewer if the model's positions leave fewer
@@ -288,5 +288,5 @@ def _as_message(message: Any) -> dict[str, Any]:
     if isinstance(message, Mapping) and "role" in message:
         return dict(message)
     raise ValueError(
-        f'a message must be text or {{"role": "user", "content": "..."}}, got {shown(message)}'
+        f'a message must be text or {{"role": "user", "content": "..."}}, got {short_repr(message)}'
     )

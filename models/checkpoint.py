@@ -38,7 +38,7 @@ from kvjax.memory import free_bytes
 from kvjax.policies import PerLayer, Policy
 from kvjax.sharding.placement import Placement
 from kvjax.spec import require_int, round_capacity
-from kvjax.validation import naming_absent, shown
+from kvjax.validation import naming_absent, short_repr
 
 from . import tokenizer
 from .chat import Chat, default_new_tokens
@@ -614,9 +614,13 @@ def _as_list(prompt: Any) -> list[Prompt]:
         return [prompt]
     if isinstance(prompt, list | tuple) and prompt and all(map(_is_prompt, prompt)):
         return list(prompt)
-    what = "an empty list" if isinstance(prompt, list | tuple) and not prompt else shown(prompt)
+    what = (
+        "an empty list"
+        if isinstance(prompt, list | tuple) and not prompt
+        else short_repr(prompt)
+    )
     if isinstance(prompt, list | tuple) and prompt:
-        what = f"a list that begins with {shown(prompt[0])}"
+        what = f"a list that begins with {short_repr(prompt[0])}"
     raise ValueError(
         f'prompt must be text, chat messages [{{"role": "user", "content": "..."}}], or a list of either; got {what}; '
         "for token ids call kvjax.generate"

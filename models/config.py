@@ -28,7 +28,7 @@ from jax.typing import DTypeLike
 
 from kvjax.received import read_object
 from kvjax.spec import CacheSpec, RecurrentLayers, require_int
-from kvjax.validation import check_flags, check_verbs, finite_number, parts_of, shown
+from kvjax.validation import check_flags, check_verbs, finite_number, parts_of, short_repr
 
 from . import rope as ropes
 from .activations import ACTIVATIONS
@@ -172,7 +172,7 @@ class DecoderConfig:
         ):
             if not isinstance(layers, tuple):
                 raise ValueError(
-                    f"DecoderConfig({name}=...) must be numbers of layers in a tuple, got {shown(layers)}"
+                    f"DecoderConfig({name}=...) must be numbers of layers in a tuple, got {short_repr(layers)}"
                 )
             for layer in layers:
                 require_int(
@@ -181,7 +181,7 @@ class DecoderConfig:
         self._check_recurrent()
         if self.experts is not None and not isinstance(self.experts, Experts):
             raise ValueError(
-                f"DecoderConfig(experts=...) must be kvjax.models.Experts, got {shown(self.experts)}"
+                f"DecoderConfig(experts=...) must be kvjax.models.Experts, got {short_repr(self.experts)}"
             )
         for name in ("norm_eps", "initializer_range", "embedding_scale"):
             if finite_number(f"DecoderConfig({name}=...)", getattr(self, name)) < 0:
@@ -207,11 +207,11 @@ class DecoderConfig:
         check_flags("DecoderConfig", **{name: getattr(self, name) for name in flags})
         if not isinstance(self.activation, str) or self.activation not in ACTIVATIONS:
             raise ValueError(
-                f"activation {shown(self.activation)} is not supported; use one of {', '.join(ACTIVATIONS)}"
+                f"activation {short_repr(self.activation)} is not supported; use one of {', '.join(ACTIVATIONS)}"
             )
         if not isinstance(self.windows, list | tuple):
             raise ValueError(
-                f"DecoderConfig(windows=...) must have one entry a layer, got {shown(self.windows)}"
+                f"DecoderConfig(windows=...) must have one entry a layer, got {short_repr(self.windows)}"
             )
         windows = tuple(self.windows) or (None,) * self.layers
         if len(windows) != self.layers:
@@ -230,7 +230,7 @@ class DecoderConfig:
             )
         if self.mixer is not None and not isinstance(self.mixer, GatedDelta | ShortConv):
             raise ValueError(
-                f"DecoderConfig(mixer=...) must be a kvjax.models.GatedDelta or ShortConv, got {shown(self.mixer)}"
+                f"DecoderConfig(mixer=...) must be a kvjax.models.GatedDelta or ShortConv, got {short_repr(self.mixer)}"
             )
         if isinstance(self.mixer, ShortConv) and self.mixer.channels != self.hidden_size:
             raise ValueError(
@@ -436,7 +436,7 @@ class Fields:
 
     def error(self, name: str, wanted: str) -> ValueError:
         return ValueError(
-            f"{name} in {self.source} must be {wanted}, got {shown(self.raw.get(name))}"
+            f"{name} in {self.source} must be {wanted}, got {short_repr(self.raw.get(name))}"
         )
 
     def _get(self, name: str, default: Any) -> Any:
@@ -503,7 +503,7 @@ def read_common(
                 f"only {harmless[0]!r} is, or leaving it out" if harmless else "leave it out"
             )
             raise ValueError(
-                f"{name} in {fields.source} is {shown(value)}, which is not supported: {allowed}"
+                f"{name} in {fields.source} is {short_repr(value)}, which is not supported: {allowed}"
             )
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     stated = fields.raw.get(

@@ -42,7 +42,7 @@ from kvjax.sharding.placement import (
     to_context,
 )
 from kvjax.spec import CacheSpec, require_int
-from kvjax.validation import shown
+from kvjax.validation import short_repr
 
 from . import rope
 from .activations import ACTIVATIONS
@@ -568,7 +568,7 @@ class Decoder(nnx.Module):
         B, T = tokens.shape
         if cache is not None and not hasattr(cache, "layers"):
             raise ValueError(
-                f"a model takes the Cache of all its layers, got {shown(cache)}; make one with "
+                f"a model takes the Cache of all its layers, got {short_repr(cache)}; make one with "
                 f"kvjax.init(policy, model.spec(batch={B}, capacity=...), layers={self.config.layers})"
             )
         if cache is not None and (steps or T == 1):

@@ -36,7 +36,7 @@ from kvjax.numerics.rope import Default as Default
 from kvjax.numerics.rope import Rope, exponents_of, periods_of, plain_frequencies, require_above
 from kvjax.numerics.rotate import turn_pairs
 from kvjax.spec import MOST
-from kvjax.validation import check_flags, finite_number, shown
+from kvjax.validation import check_flags, finite_number, short_repr
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +219,7 @@ class LongRope(Rope):
             )
             if not good:
                 raise ValueError(
-                    f"{where} must be finite numbers above 0 in a tuple, got {shown(factors)}"
+                    f"{where} must be finite numbers above 0 in a tuple, got {short_repr(factors)}"
                 )
 
     @property

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from kvjax.validation import cut, naming_absent, nearest, shown
+from kvjax.validation import cut, naming_absent, nearest, short_repr
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]  # {"role": ..., "content": ...} of each turn
 
@@ -61,7 +61,7 @@ class Template:
         ):
             raise ValueError(
                 f'template must be the settings of the chat template, such as {{"enable_thinking": False}}, got '
-                f"{shown(settings)}"
+                f"{short_repr(settings)}"
             )
         if taken := [name for name in OURS if name in settings]:
             raise ValueError(
@@ -217,7 +217,7 @@ def parse_settings(given: Sequence[str] | Mapping[str, Any], *, where: str) -> d
 def _pairs(text: str, where: str) -> Iterable[tuple[str, Any]]:
     """The names and values of NAME=VALUE, or of a JSON object."""
     if any("\ud800" <= character < "\ue000" for character in text):
-        raise ValueError(f"{where} {shown(text)} is not UTF-8; set a UTF-8 locale")
+        raise ValueError(f"{where} {short_repr(text)} is not UTF-8; set a UTF-8 locale")
     wanted = (
         f'NAME=VALUE such as {EXAMPLE}, or a JSON object such as {{"enable_thinking": false}}'
     )
@@ -225,11 +225,13 @@ def _pairs(text: str, where: str) -> Iterable[tuple[str, Any]]:
         try:
             value = json.loads(text, parse_constant=_refuse_constant)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{where} takes {wanted}; got {shown(text)}: {error}") from error
+            raise ValueError(
+                f"{where} takes {wanted}; got {short_repr(text)}: {error}"
+            ) from error
         return list(value.items())
     name, equals, value = (part.strip() for part in text.partition("="))
     if not equals or not name:
-        raise ValueError(f"{where} takes {wanted}; got {shown(text)}")
+        raise ValueError(f"{where} takes {wanted}; got {short_repr(text)}")
     return [(name, _value(value))]
 
 

@@ -33,7 +33,7 @@ from safetensors.numpy import save_file
 
 from kvjax.sharding.placement import Axes, Placement
 from kvjax.spec import default_dtype, require_int
-from kvjax.validation import shown
+from kvjax.validation import short_repr
 
 from .checkpoint import Checkpoint
 from .config import DecoderConfig, Family, Fields, Weight
@@ -148,7 +148,7 @@ def load(
     """
     if not isinstance(directory, str | Path):
         raise ValueError(
-            f"load(directory=...) must be the path of a checkpoint's directory, got {shown(directory)}"
+            f"load(directory=...) must be the path of a checkpoint's directory, got {short_repr(directory)}"
         )
     directory = Path(directory).expanduser()
     dtype = param_dtype(default_dtype() if dtype is None else dtype)
@@ -634,9 +634,9 @@ def find_family(fields: Fields) -> Family:
         )
     family = FAMILIES.get(kind) if kind is not None else None
     if family is None or (architectures and family.architecture not in architectures):
-        shown = ", ".join(architectures) or "no architecture"
+        named = ", ".join(architectures) or "no architecture"
         raise ValueError(
-            f"{fields.source} is of {shown} (model_type {fields.raw.get('model_type')}), which is not supported; "
+            f"{fields.source} is of {named} (model_type {fields.raw.get('model_type')}), which is not supported; "
             f"supported are {supported}"
         )
     return family

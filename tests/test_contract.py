@@ -64,7 +64,7 @@ class KeyNorm(kvjax.Evictor):
     def see_tokens(self, k: Any, v: Any) -> Any:
         return -jnp.linalg.norm(k.astype(jnp.float32), axis=-1)
 
-    def worth(self, evidence: Any, position: Any, end: Any, slots: int) -> Any:
+    def score(self, evidence: Any, position: Any, end: Any, slots: int) -> Any:
         return evidence
 
 
@@ -309,19 +309,19 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     # --------------------------------------------------------------------------------------------------- evictors
     "an evictor without verbs": (
         lambda: evicting(changed(kvjax.Evictor)),
-        "Mine.worth raised NotImplementedError .*Mine has no evidence of tokens, so it must say their worth",
+        "Mine.score raised NotImplementedError .*Mine has no evidence of tokens, so it must say their score",
     ),
-    "worth of whole heads": (
+    "score of whole heads": (
         lambda: evicting(
-            changed(KeyNorm, worth=lambda self, evidence, *rest: evidence.mean(axis=-1))
+            changed(KeyNorm, score=lambda self, evidence, *rest: evidence.mean(axis=-1))
         ),
-        r"Mine.worth returned float32\[2, 2\], wanted floats \[2, 2, 32\], the worth of each token",
+        r"Mine.score returned float32\[2, 2\], wanted floats \[2, 2, 32\], the score of each token",
     ),
-    "worth that is a position": (
+    "score that is a position": (
         lambda: evicting(
-            changed(KeyNorm, worth=lambda self, evidence, position, end, slots: position)
+            changed(KeyNorm, score=lambda self, evidence, position, end, slots: position)
         ),
-        r"Mine.worth returned int32\[2, 2, 32\], wanted floats \[2, 2, 32\]",
+        r"Mine.score returned int32\[2, 2, 32\], wanted floats \[2, 2, 32\]",
     ),
     "evidence by channel": (
         lambda: evicting(changed(KeyNorm, see_tokens=lambda self, k, v: jnp.abs(k))),
@@ -337,9 +337,9 @@ MISTAKES: dict[str, tuple[Any, str]] = {
         lambda: evicting(changed(KeyNorm, arrival="new")),
         "Mine.arrival is 'new', and must be the evidence of a new token, a number, or None",
     ),
-    "worth of three arguments": (
-        lambda: evicting(changed(KeyNorm, worth=lambda self, evidence, position: evidence)),
-        "Mine.worth raised TypeError for .*takes 3 positional arguments but 5 were given",
+    "score of three arguments": (
+        lambda: evicting(changed(KeyNorm, score=lambda self, evidence, position: evidence)),
+        "Mine.score raised TypeError for .*takes 3 positional arguments but 5 were given",
     ),
     # ---------------------------------------------------------------------------------------- demotions, policies
     "a demotion that loses a slot": (
@@ -503,10 +503,10 @@ SILENT: dict[str, tuple[Any, str, str]] = {
     ),
     "an evictor that looks at another row": (
         lambda: evicting(
-            changed(KeyNorm, **mapped("worth", lambda worth: jnp.roll(worth, 1, 0)))
+            changed(KeyNorm, **mapped("score", lambda score: jnp.roll(score, 1, 0)))
         ),
         "row_ignores_other_rows",
-        "look at Mine.worth",
+        "look at Mine.score",
     ),
 }
 

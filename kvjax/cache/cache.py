@@ -39,7 +39,7 @@ from kvjax.sharding.placement import (
 from kvjax.spec import CacheSpec, require_int
 from kvjax.stores import Dense
 from kvjax.stores.prefixed import Prefixed, PrefixedBlock
-from kvjax.validation import check_alive, check_verbs, shown
+from kvjax.validation import check_alive, check_verbs, short_repr
 
 
 @register_dataclass
@@ -227,7 +227,7 @@ def init_layer(
     """
     if isinstance(policy, PerLayer | list | tuple):
         raise ValueError(
-            f"init_layer takes the policy of one layer, got {shown(policy)}; pass one of its policies, such as "
+            f"init_layer takes the policy of one layer, got {short_repr(policy)}; pass one of its policies, such as "
             "policies.policy(layer) of a PerLayer, or make all layers with kvjax.init"
         )
     _check_policy("init_layer(policy=...)", policy)
@@ -247,11 +247,11 @@ def init_layer(
         return commit_together(LayerCache(state, policy, spec))
     if not isinstance(placement, Placement):
         raise ValueError(
-            f"placement must be a kvjax.Placement, got {shown(placement)}; make one with "
+            f"placement must be a kvjax.Placement, got {short_repr(placement)}; make one with "
             'kvjax.Placement(mesh=mesh, batch="data", heads="model")'
         )
     if (parts := placement.parts("context")) > 1:
-        policy = policy.fitted(parts)
+        policy = policy.with_divisible_chunks(parts)
     make: Any = make_state  # cached per policy, which is hashable
     return LayerCache(make(policy, spec, placement)(), policy, spec, placement)
 
@@ -283,7 +283,9 @@ def shardings(cache: C) -> C:
       ValueError: a `cache` that is not a cache, or one without a placement.
     """
     if not isinstance(cache, Cache | LayerCache):
-        raise ValueError(f"shardings takes a cache, got {shown(cache)}; kvjax.init makes one")
+        raise ValueError(
+            f"shardings takes a cache, got {short_repr(cache)}; kvjax.init makes one"
+        )
     if any(layer.placement is None for layer in layers_of(cache)):
         raise ValueError(
             "shardings takes a cache with a placement, got one without; make it with kvjax.init(..., placement=...)"
@@ -405,12 +407,14 @@ def check_no_cache(verb: str, cache: Any) -> None:
             wanted += " or None"
         elif callable(cache):
             cure = f"kvjax.generation.{verb} takes a model"
-        raise ValueError(f"{verb} takes {wanted}, got {shown(cache)}; {cure}")
+        raise ValueError(f"{verb} takes {wanted}, got {short_repr(cache)}; {cure}")
 
 
 def check_cache(where: str, cache: Any) -> None:
     if not isinstance(cache, Cache | LayerCache):
-        raise ValueError(f"{where} takes a cache, got {shown(cache)}; kvjax.init makes one")
+        raise ValueError(
+            f"{where} takes a cache, got {short_repr(cache)}; kvjax.init makes one"
+        )
     check_alive(where, cache)
 
 
@@ -522,7 +526,7 @@ def _check_policy(where: str, policy: Any) -> None:
 def _check_spec(where: str, spec: Any) -> None:
     if not isinstance(spec, CacheSpec):
         raise ValueError(
-            f"{where} must be a kvjax.CacheSpec, got {shown(spec)}; make one with kvjax.CacheSpec(batch=..., "
+            f"{where} must be a kvjax.CacheSpec, got {short_repr(spec)}; make one with kvjax.CacheSpec(batch=..., "
             "q_heads=..., kv_heads=..., head_dim=..., capacity=...), or model.spec(batch=..., capacity=...)"
         )
 

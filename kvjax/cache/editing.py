@@ -32,13 +32,13 @@ from kvjax.cache.cache import (
     with_layers,
     with_states,
 )
-from kvjax.cache.serialize import differences, plain, told_once
+from kvjax.cache.serialize import differences, plain, summarize
 from kvjax.memory import on_host, to_device, to_host
 from kvjax.numerics.sharing import is_shared
 from kvjax.policies import Policy
 from kvjax.policies.short import refilled
 from kvjax.sharding.placement import Placement, first_row, run_on_parts, state_specs, to_context
-from kvjax.validation import check_array, shown
+from kvjax.validation import check_array, short_repr
 
 
 def room(cache: Cache | LayerCache) -> Array:
@@ -139,7 +139,7 @@ def insert(cache: C, prefix: C, row: int | Array) -> C:
     check_array("insert(row=...)", row, "an integer", "0")
     if np.shape(row) != () or not jnp.issubdtype(jnp.result_type(row), jnp.integer):
         raise ValueError(
-            f"insert(row=...) must be an integer, got {shown(row)}; it counts rows from 0"
+            f"insert(row=...) must be an integer, got {short_repr(row)}; it counts rows from 0"
         )
     if not isinstance(row, Tracer) and not 0 <= int(row) < cache.spec.batch:
         raise ValueError(
@@ -197,7 +197,7 @@ def take_rows(cache: C, rows: ArrayLike) -> C:
     rows = rows if isinstance(rows, Array) else np.asarray(rows)
     if rows.ndim != 1 or not rows.size or not jnp.issubdtype(rows.dtype, jnp.integer):
         raise ValueError(
-            f"take_rows(rows=...) must be one or more integers [n], rows from 0 to {batch - 1}; got {shown(rows)}"
+            f"take_rows(rows=...) must be one or more integers [n], rows from 0 to {batch - 1}; got {short_repr(rows)}"
         )
     if not isinstance(rows, Tracer):
         given = np.asarray(rows)
@@ -464,4 +464,4 @@ def _unlike(prefix: Any, cache: Any) -> list[str]:
         }
         for each in (prefix, cache)
     )
-    return told_once(differences(one, other, names=("in the prefix", "in the cache")))
+    return summarize(differences(one, other, names=("in the prefix", "in the cache")))

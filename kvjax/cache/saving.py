@@ -47,11 +47,11 @@ from kvjax.cache.cache import (
     with_states,
 )
 from kvjax.cache.growing import grow
-from kvjax.cache.serialize import differences, plain, told_once
+from kvjax.cache.serialize import differences, plain, summarize
 from kvjax.memory import of_first_process, on_host, shapes, typed
 from kvjax.sharding.placement import in_order_of_place
 from kvjax.spec import CacheSpec, require_int
-from kvjax.validation import check_alive, shown
+from kvjax.validation import check_alive, short_repr
 
 FORMAT = 2  # of states and of their description; increased when the meaning of a field changes
 LOCK = ".kvjax-writer"  # a file in the directory, locked by the process that writes a save
@@ -243,7 +243,7 @@ def _restore(path: Path, like: Cache | LayerCache, step: int) -> Any:
                 f"save {step} in {path} has the cache {kinds[_of_model(saved)]}, and `like` is one "
                 f"{kinds[isinstance(like, Cache)]}; make `like` with {'init' if _of_model(saved) else 'init_layer'}"
             )
-        different = told_once(differences(saved, describe(room)))
+        different = summarize(differences(saved, describe(room)))
         if different:
             raise ValueError(
                 f"save {step} in {path} is of another kind of cache; make `like` of that kind, or save again: "
@@ -371,9 +371,9 @@ def _sizes(spec: CacheSpec) -> dict[str, Any]:
 
 
 def _named(cache: Any) -> list[tuple[str, Any]]:
-    """The arrays by their path."""
+    """The arrays by their path, with the first names of fields that were renamed."""
     return [
-        (jax.tree_util.keystr(path), leaf)
+        (jax.tree_util.keystr(path).replace(".pinned", ".stays"), leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(cache)
     ]
 
@@ -419,7 +419,9 @@ def _manager(path: Path, keep: int | None) -> ocp.CheckpointManager:
 
 def _check(where: str, cache: Any) -> None:
     if not isinstance(cache, Cache | LayerCache):
-        raise ValueError(f"{where} takes a cache, got {shown(cache)}; kvjax.init makes one")
+        raise ValueError(
+            f"{where} takes a cache, got {short_repr(cache)}; kvjax.init makes one"
+        )
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(cache)):
         raise ValueError(f"{where} got a traced cache; call it outside of jit")
     if where == "save":
@@ -429,7 +431,7 @@ def _check(where: str, cache: Any) -> None:
 def _path(directory: str | Path) -> Path:
     if not isinstance(directory, str | os.PathLike):
         raise ValueError(
-            f"the directory of saves must be a path, got {shown(directory)}; give a string or a Path"
+            f"the directory of saves must be a path, got {short_repr(directory)}; give a string or a Path"
         )
     if not str(directory):
         raise ValueError(

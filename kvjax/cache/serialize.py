@@ -78,15 +78,15 @@ def _brief(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def told_once(different: list[str], most: int = 2) -> list[str]:
+def summarize(different: list[str], most: int = 2) -> list[str]:
     """Differences, with equal ones of several layers merged, at most `most` of them, and how
     many more there are.
 
     Those of arrays are told only if there are no others, since most follow from those.
 
-    >>> told_once([f"layers[{i}].policy.budget is 64 in the save, 128 wanted" for i in range(3)])
+    >>> summarize([f"layers[{i}].policy.budget is 64 in the save, 128 wanted" for i in range(3)])
     ['policy.budget is 64 in the save, 128 wanted (layers 0 to 2)']
-    >>> told_once([f"arrays.{name} is float32[4] in the save, float32[8] wanted" for name in "kvq"], most=1)
+    >>> summarize([f"arrays.{name} is float32[4] in the save, float32[8] wanted" for name in "kvq"], most=1)
     ['arrays.k is float32[4] in the save, float32[8] wanted', 'and 2 more']
     """
     causes = [line for line in different if not line.startswith("arrays")] or different

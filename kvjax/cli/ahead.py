@@ -106,14 +106,14 @@ class Ahead:
     def _compile_all(self, shapes: Decoder) -> list[Future[Compiled]]:
         """Starts to compile each program of the job."""
         from kvjax.generation import compile_ahead
-        from kvjax.generation.streaming import stand_in
+        from kvjax.generation.streaming import abstract_cache
 
         job = self._job
         if not job.compiles_ahead:
             return []
         programs = compile_ahead(
             shapes,
-            stand_in(job.empty) or self.cache(),
+            abstract_cache(job.empty) or self.cache(),
             len(job.tokens),
             sampling=job.sampling,
             processors=job.checkpoint.processors,

@@ -166,10 +166,10 @@ def model_directory(given: Path | None) -> Path:
         return shipped()
     given = given.expanduser()
     if not given.exists() and any(map(str.isspace, str(given))):
-        from kvjax.validation import shown
+        from kvjax.validation import short_repr
 
         raise ValueError(
-            f"there is no directory {shown(str(given))}; a prompt is given as --prompt TEXT"
+            f"there is no directory {short_repr(str(given))}; a prompt is given as --prompt TEXT"
         )
     check_directory(given)
     return given

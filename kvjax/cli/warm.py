@@ -53,7 +53,7 @@ def warm(
 
     import kvjax
     from kvjax.generation.sampling import Sampling, sampling
-    from kvjax.generation.streaming import compile_ahead, stand_in
+    from kvjax.generation.streaming import abstract_cache, compile_ahead
     from kvjax.models import Decoder
     from kvjax.spec import round_capacity
 
@@ -74,7 +74,7 @@ def warm(
     rounded = round_capacity(tokens, rows=batch, positions=positions)
     spec = model.spec(batch=batch, capacity=rounded)
     empty: Any = partial(kvjax.init, policy, spec, layers=checkpoint.config.layers)
-    empty = stand_in(empty) or empty()
+    empty = abstract_cache(empty) or empty()
     begin, before = time.perf_counter(), _bytes(folder)
     draws, jobs = [Sampling(), *([sampling(1.0)] if temperature else [])], list[Any]()
     for draw, short in [(draw, short) for draw in draws for short in (False, True)]:

@@ -88,7 +88,7 @@ class HeadBudgets(Evicting):
     widely.
 
     When a prompt exceeds the budget, all its tokens in all KV heads compete for the slots of
-    the layer by their worth, and each head keeps as many as it wins. Each head keeps at least
+    the layer by their score, and each head keeps as many as it wins. Each head keeps at least
     the observation window and `floor` of what the budget leaves besides it, as in the released
     code. In later steps a head evicts its own tokens. Each head has room for `ceiling * budget`
     tokens, and a step reads all of it.
@@ -180,15 +180,15 @@ class HeadBudgets(Evicting):
             st.head_counts < st.limit, st.head_counts, self._to_evict(st, self._valid(st), end)
         )
 
-    def _best(self, worth: Array, eligible: Array, slots: int) -> Selection:
+    def _best(self, score: Array, eligible: Array, slots: int) -> Selection:
         """Selects the best tokens of all heads together, at most `slots` per head."""
-        (B, K, _), share = worth.shape, self._share(slots)
-        own = ops.top_k(worth, eligible, slots)  # highest worth first
-        worth = jnp.take_along_axis(worth, own.slots, axis=-1)
+        (B, K, _), share = score.shape, self._share(slots)
+        own = ops.top_k(score, eligible, slots)  # highest score first
+        score = jnp.take_along_axis(score, own.slots, axis=-1)
         certain = jnp.arange(slots, dtype=jnp.int32) < min(self.head_bounds[0], share)
-        worth = jnp.where(certain[None, None], jnp.inf, worth)
+        score = jnp.where(certain[None, None], jnp.inf, score)
         # Ties go to the head in which the token ranks higher.
-        line, valid = (jnp.swapaxes(a, 1, 2).reshape(B, 1, -1) for a in (worth, own.valid))
+        line, valid = (jnp.swapaxes(a, 1, 2).reshape(B, 1, -1) for a in (score, own.valid))
         winners = ops.top_k(line, valid, K * share)
         place = jnp.where(winners.valid, winners.slots, line.shape[2])[:, 0]
         wins = put_last(jnp.zeros((B, line.shape[2]), bool), place, True)

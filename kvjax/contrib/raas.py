@@ -100,7 +100,7 @@ class BesidePrompt(Evicting):
 
     def init(self, spec: CacheSpec) -> EvictingState:
         st = super().init(spec)
-        return replace(st, stays=jnp.zeros(st.position.shape, bool))
+        return replace(st, pinned=jnp.zeros(st.position.shape, bool))
 
     def _most(self, prompt: Any) -> Any:
         return np.minimum(prompt, self.prompt) + self.budget
@@ -109,8 +109,8 @@ class BesidePrompt(Evicting):
         return min(self.budget + self.prompt, spec.capacity)
 
     def _limit(self, st: EvictingState) -> Array | int:
-        assert st.stays is not None
-        prompts = jnp.sum(st.stays[:, 0] & self._valid(st)[:, 0], axis=-1, dtype=jnp.int32)
+        assert st.pinned is not None
+        prompts = jnp.sum(st.pinned[:, 0] & self._valid(st)[:, 0], axis=-1, dtype=jnp.int32)
         return jnp.minimum(prompts + self.budget, st.tokens.slots)
 
     def _slot(self, st: EvictingState, end: Array) -> Array:

@@ -586,15 +586,15 @@ class OutlierRetrieval(Retrieval):
         )
 
     def candidates(
-        self, st: ZonedState, seen: Visible, *, steps: int = 1, in_order: int = 0
+        self, st: ZonedState, seen: Visible, *, steps: int = 1, num_sorted_last: int = 0
     ) -> Candidates:
-        every = super().candidates(st, seen, steps=steps, in_order=in_order)
+        every = super().candidates(st, seen, steps=steps, num_sorted_last=num_sorted_last)
         return replace(every, last=self.exact_store.kept(st.store)) if self.beside else every
 
     def select(
-        self, st: ZonedState, q: Array, step: Step, *, in_order: int = 0
+        self, st: ZonedState, q: Array, step: Step, *, num_sorted_last: int = 0
     ) -> Selection | PackedSelection:
-        every = super().select(st, q, step, in_order=in_order)
+        every = super().select(st, q, step, num_sorted_last=num_sorted_last)
         if not self.beside:
             return every
         found = unpack(every)

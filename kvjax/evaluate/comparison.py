@@ -16,7 +16,7 @@ from kvjax.evaluate.plan import prepare, run
 from kvjax.evaluate.store import Cell, Progress
 from kvjax.evaluate.tasks import Task, check_task, make_tasks
 from kvjax.models import Checkpoint
-from kvjax.validation import shown
+from kvjax.validation import short_repr
 
 
 @dataclass(frozen=True, repr=False)
@@ -102,12 +102,12 @@ def compare(
     """
     if not isinstance(checkpoint, Checkpoint):
         raise ValueError(
-            f"compare(checkpoint=...) must be a Checkpoint, got {shown(checkpoint)}; kvjax.models.load returns one"
+            f"compare(checkpoint=...) must be a Checkpoint, got {short_repr(checkpoint)}; kvjax.models.load returns one"
         )
     for name, numbers in (("lengths", lengths), ("budgets", budgets)):
         if isinstance(numbers, str) or not isinstance(numbers, Sequence | None):
             raise ValueError(
-                f"compare({name}=...) must be a list of integers, as [512, 1024], got {shown(numbers)}"
+                f"compare({name}=...) must be a list of integers, as [512, 1024], got {short_repr(numbers)}"
             )
     asked = [task] if isinstance(task, str) or not isinstance(task, Sequence) else list(task)
     tasks: list[Task] = []

@@ -1,6 +1,6 @@
 """Evictors: which token is evicted when a cache of fixed size is full."""
 
-from kvjax.evictors.base import Evictor, Held
+from kvjax.evictors.base import Evictor, Tokens
 from kvjax.evictors.keys import KeyDiff, KeyNorm, Lag, Random
 from kvjax.evictors.queries import (
     Critical,
@@ -24,7 +24,6 @@ __all__ = [
     "Evictor",
     "ExpectedAttention",
     "HeavyHitter",
-    "Held",
     "KeyDiff",
     "KeyNorm",
     "Lag",
@@ -36,6 +35,7 @@ __all__ = [
     "Random",
     "Redundancy",
     "Sliding",
+    "Tokens",
     "Trigonometric",
     "ValueWeighted",
 ]

@@ -1,8 +1,8 @@
 """The base of evictors: which token is evicted when a cache of fixed size is full.
 
-An evictor gives each token a worth; the token of least worth is evicted, or the oldest of
+An evictor gives each token a score; the token of lowest score is evicted, or the oldest of
 equals. An evictor knows a token's position and one number, its evidence: from its key and
-value, or from the attention that queries pay to it while it is in the cache. Some judge a token
+value, or from the attention that queries pay to it while it is in the cache. Some score a token
 beside all others: they see keys and values, and what they remember of queries.
 
 `Evicting` stores positions and evidence, and calls the evictor. L counts the slots of the
@@ -17,7 +17,7 @@ from typing import NamedTuple
 from jax import Array
 
 
-class Held(NamedTuple):
+class Tokens(NamedTuple):
     """The tokens among which an evictor chooses, L slots; those of a prompt and of several
     evictions at once in order.
 
@@ -35,7 +35,7 @@ class Held(NamedTuple):
 
 class Evictor:
     """Says which token an `Evicting` cache evicts next. A subclass is a frozen dataclass that
-    implements `worth`, or `judge` if it compares tokens, unless evidence is all that counts.
+    implements `score`, or `score_all` if it compares tokens, unless evidence is all that counts.
 
     Without more it goes by position alone. `see_tokens` gives each token evidence by its key
     and value as it is stored. An evictor with an `arrival` sees the attention of queries:
@@ -49,10 +49,10 @@ class Evictor:
 
     @property
     def compares(self) -> bool:
-        """True if a token's worth depends on the other tokens, so that a cache should evict
+        """True if a token's score depends on the other tokens, so that a cache should evict
         several at once.
         """
-        return type(self).judge is not Evictor.judge
+        return type(self).score_all is not Evictor.score_all
 
     @property
     def renumbered(self) -> int:
@@ -97,20 +97,20 @@ class Evictor:
         """
         return evidence
 
-    def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
-        """f32[B, K, L]: the worth of each token, after `end` i32[B] tokens were received and
+    def score(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
+        """f32[B, K, L]: the score of each token, after `end` i32[B] tokens were received and
         with room for `slots`; by default its evidence."""
         if evidence is None:
             raise NotImplementedError(
-                f"{type(self).__name__} has no evidence of tokens, so it must say their worth"
+                f"{type(self).__name__} has no evidence of tokens, so it must say their score"
             )
         return evidence
 
-    def judge(self, held: Held) -> Array:
-        """f32[B, K, L]: the worth of each token. The default asks `worth`, and reads no keys or
+    def score_all(self, tokens: Tokens) -> Array:
+        """f32[B, K, L]: the score of each token. The default asks `score`, and reads no keys or
         values.
         """
-        return self.worth(held.evidence, held.position, held.end, held.slots)
+        return self.score(tokens.evidence, tokens.position, tokens.end, tokens.slots)
 
     def remembers(self, head_dim: int) -> int:
         """Returns the number n of vectors of D = `head_dim` numbers that are remembered of a

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from kvjax.evictors.base import Evictor, Held
+from kvjax.evictors.base import Evictor, Tokens
 from kvjax.numerics.partial import keep_valid
 from kvjax.spec import keep_ints
 from kvjax.validation import check_flags
@@ -30,7 +30,7 @@ class KeyNorm(Evictor):
     def see_tokens(self, k: Array, v: Array) -> Array:
         return length(k)
 
-    def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
+    def score(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
         assert evidence is not None
         return -evidence
 
@@ -42,8 +42,8 @@ class KeyDiff(Evictor):
     **Source:** KeyDiff (Park et al. 2025, arXiv 2504.15364): -cos(k, mean of k / |k|).
     """
 
-    def judge(self, held: Held) -> Array:
-        unit = keep_valid(_unit(held.k), held.position >= 0)
+    def score_all(self, tokens: Tokens) -> Array:
+        unit = keep_valid(_unit(tokens.k), tokens.position >= 0)
         mean = jnp.sum(unit, axis=2, keepdims=True)
         return -jnp.sum(unit * _unit(mean), axis=-1)
 
@@ -54,8 +54,8 @@ class Lag(Evictor):
     values.
 
     In partitions past the `sink`, keys are scaled by the smallest and largest value of each
-    channel in the next partition; a token's score is the softmax over its partition of the
-    deviation across channels, the mean of that of keys and of values. Its worth is its rank in
+    channel in the next partition; a token stands out by the softmax over its partition of the
+    deviation across channels, the mean of that of keys and of values. Its score is its rank in
     the partition. The sink, the last whole partition and what follows it are kept.
 
     **Source:** LagKV (Liang et al. 2025, arXiv 2504.04704): sink 4, partitions of 128.
@@ -74,16 +74,16 @@ class Lag(Evictor):
                 "raise it, or use a smaller partition"
             )
 
-    def judge(self, held: Held) -> Array:
-        L, size = held.position.shape[2], self.partition
+    def score_all(self, tokens: Tokens) -> Array:
+        L, size = tokens.position.shape[2], self.partition
         groups = max((L - self.sink) // size, 0)
         if groups < 2:
-            return jnp.where(held.position >= 0, jnp.float32(jnp.inf), jnp.float32(0))
-        order = in_order(held.position)
-        lead = held.position.shape[:2]
+            return jnp.where(tokens.position >= 0, jnp.float32(jnp.inf), jnp.float32(0))
+        order = in_order(tokens.position)
+        lead = tokens.position.shape[:2]
 
-        def score(g: Array) -> Array:
-            """f32[B, K, size]: the score of the tokens of partition g."""
+        def deviation(g: Array) -> Array:
+            """f32[B, K, size]: how the tokens of partition g stand out of the next one."""
             at = lax.dynamic_slice_in_dim(order, self.sink + g * size, 2 * size, axis=2)[
                 ..., None
             ]
@@ -96,18 +96,20 @@ class Lag(Evictor):
                 scaled = (own - low) / jnp.maximum(high - low, np.finfo(np.float32).tiny)
                 return jax.nn.softmax(jnp.std(scaled, axis=-1, ddof=1), axis=-1)
 
-            return (one(held.k) + one(held.v)) / 2
+            return (one(tokens.k) + one(tokens.v)) / 2
 
-        scores = jnp.moveaxis(lax.map(score, jnp.arange(groups - 1, dtype=jnp.int32)), 0, 2)
-        rank = jnp.argsort(jnp.argsort(scores, axis=-1), axis=-1).astype(jnp.float32) / size
+        deviations = jnp.moveaxis(
+            lax.map(deviation, jnp.arange(groups - 1, dtype=jnp.int32)), 0, 2
+        )
+        rank = jnp.argsort(jnp.argsort(deviations, axis=-1), axis=-1).astype(jnp.float32) / size
         whole = (
-            jnp.sum(held.position >= 0, axis=-1, dtype=jnp.int32) - self.sink
+            jnp.sum(tokens.position >= 0, axis=-1, dtype=jnp.int32) - self.sink
         ) // size  # whole partitions of a row's tokens
         judged = jnp.arange(groups - 1, dtype=jnp.int32)[None, None] < (whole - 1)[..., None]
         rank = jnp.where(judged[..., None], rank, jnp.inf).reshape(*lead, -1)
         ends = self.sink, L - self.sink - rank.shape[2]
-        worth = jnp.pad(rank, ((0, 0), (0, 0), ends), constant_values=jnp.inf)
-        return jnp.take_along_axis(worth, jnp.argsort(order, axis=-1), axis=2)
+        score = jnp.pad(rank, ((0, 0), (0, 0), ends), constant_values=jnp.inf)
+        return jnp.take_along_axis(score, jnp.argsort(order, axis=-1), axis=2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +131,7 @@ class Random(Evictor):
         keep_ints(self, seed=0)
         check_flags("Random", afresh=self.afresh)
 
-    def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
+    def score(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
         head = jnp.arange(position.shape[1], dtype=jnp.uint32)[None, :, None]
         draw = _mixed(head + np.uint32(self.seed % 2**32 * 0x9E3779B9 % 2**32))
         if self.afresh:

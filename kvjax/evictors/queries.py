@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.evictors.base import Evictor, Held
+from kvjax.evictors.base import Evictor, Tokens
 from kvjax.evictors.keys import in_order, length
 from kvjax.evictors.scores import HeavyHitter, Observation
 from kvjax.memory import vary_with
@@ -28,10 +28,10 @@ BLOCK = 2**20  # numbers of a block of keys, by query
 
 @dataclass(frozen=True, kw_only=True)
 class ValueWeighted(Evictor):
-    """Multiplies what another evictor says of a token by the size of its value, the sum of the
-    value's magnitudes:
+    """Multiplies another evictor's score of a token, here `attention`, by the size of its
+    value, the sum of the value's magnitudes:
 
-        worth(t) = score(t) * |v_t|_1
+        score(t) = attention(t) * |v_t|_1
 
     The first `sink` tokens stay.
 
@@ -72,10 +72,10 @@ class ValueWeighted(Evictor):
     def see_step(self, evidence: Array, weights: Array) -> Array:
         return self.evictor.see_step(evidence, weights)
 
-    def judge(self, held: Held) -> Array:
-        score = self.evictor.worth(held.evidence, held.position, held.end, held.slots)
-        worth = jnp.where(jnp.isinf(score), score, score * _magnitude(held.v))
-        return jnp.where(held.position < self.sink, jnp.inf, worth)
+    def score_all(self, tokens: Tokens) -> Array:
+        score = self.evictor.score(tokens.evidence, tokens.position, tokens.end, tokens.slots)
+        weighted = jnp.where(jnp.isinf(score), score, score * _magnitude(tokens.v))
+        return jnp.where(tokens.position < self.sink, jnp.inf, weighted)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class Critical(ValueWeighted):
     """Keeps tokens in two stages: a share `first` of the slots by another evictor's score alone,
     the others by that score times the size of the value:
 
-        worth(t) = (score(t) + epsilon) * |v_t|_1
+        score(t) = (attention(t) + epsilon) * |v_t|_1
 
     The first stage divides the slots that are left beside tokens that stay in any case, such as
     the window of `Observation`, whose score is infinite; so no evictor makes it void.
@@ -107,29 +107,30 @@ class Critical(ValueWeighted):
     def compares(self) -> bool:
         return True
 
-    def judge(self, held: Held) -> Array:
-        score = self.evictor.worth(held.evidence, held.position, held.end, held.slots)
-        stays = jnp.isposinf(score) | (held.position < self.sink)
-        competes = (held.position >= 0) & ~stays
+    def score_all(self, tokens: Tokens) -> Array:
+        score = self.evictor.score(tokens.evidence, tokens.position, tokens.end, tokens.slots)
+        pinned = jnp.isposinf(score) | (tokens.position < self.sink)
+        competes = (tokens.position >= 0) & ~pinned
 
         # The first stage: the best scores among the tokens that compete.
-        slots_left = held.slots - jnp.sum(stays, axis=-1, keepdims=True, dtype=jnp.int32)
+        slots_left = tokens.slots - jnp.sum(pinned, axis=-1, keepdims=True, dtype=jnp.int32)
         kept = jnp.floor(self.first * jnp.maximum(slots_left, 0).astype(jnp.float32))
         chosen = competes & (
             _rank(jnp.where(competes, score, -jnp.inf)) < kept.astype(jnp.int32)
         )
 
         # The second stage: what is left, by its value too.
-        worth = jnp.where(jnp.isinf(score), score, (score + self.epsilon) * _magnitude(held.v))
-        return jnp.where(stays | chosen, jnp.inf, worth)
+        by_value = (score + self.epsilon) * _magnitude(tokens.v)
+        second = jnp.where(jnp.isinf(score), score, by_value)
+        return jnp.where(pinned | chosen, jnp.inf, second)
 
 
 def _check_scores(evictor: ValueWeighted, inner: Evictor) -> None:
     """Raises ValueError unless `inner` scores each token by the attention of queries."""
     name = type(evictor).__name__
-    verbs = ("judge", "see_prompt", "see_step")
+    verbs = ("score_all", "see_prompt", "see_step")
     check_verbs(f"{name}(evictor=...)", inner, "an evictor", verbs, "kvjax.HeavyHitter()")
-    if type(inner).judge is not Evictor.judge or inner.arrival is None:
+    if type(inner).score_all is not Evictor.score_all or inner.arrival is None:
         raise ValueError(
             f"{name} got {inner}, which no attention guides; use kvjax.HeavyHitter()"
         )
@@ -192,12 +193,12 @@ class ExpectedAttention(Evictor):
             new = jnp.concatenate([new, products], axis=3)
         return memory + new
 
-    def judge(self, held: Held) -> Array:
-        assert held.memory is not None
-        D = held.k.shape[3]
-        count = jnp.maximum(held.memory[:, :, :, 1], 1)
-        mean = held.memory[:, :, :, 0] / count  # [B, K, G, D]
-        later = held.end[:, None] + jnp.arange(self.future, dtype=jnp.int32)[None]
+    def score_all(self, tokens: Tokens) -> Array:
+        assert tokens.memory is not None
+        D = tokens.k.shape[3]
+        count = jnp.maximum(tokens.memory[:, :, :, 1], 1)
+        mean = tokens.memory[:, :, :, 0] / count  # [B, K, G, D]
+        later = tokens.end[:, None] + jnp.arange(self.future, dtype=jnp.int32)[None]
 
         def ahead(x: Array) -> Array:
             """x [B, K, G, ..., D] rotated to each of the next positions, on average: a linear
@@ -214,23 +215,23 @@ class ExpectedAttention(Evictor):
         mean_ahead = ahead(mean) * D**-0.5
         if self.covariance:
             spread = (
-                held.memory[:, :, :, 2:] / count[..., :1, None]
+                tokens.memory[:, :, :, 2:] / count[..., :1, None]
                 - mean[..., :, None] * mean[..., None, :]
             )
             spread = ahead(jnp.swapaxes(ahead(spread), -1, -2)) / (2 * D)
 
-        def score(k: Array) -> Array:
+        def expected_logits(k: Array) -> Array:
             logits = jnp.einsum("bkgd,bkld->bkgl", mean_ahead, k, precision="highest")
             if not self.covariance:
                 return logits
             turned = jnp.einsum("bkgij,bklj->bkgli", spread, k, precision="highest")
             return logits + jnp.einsum("bkgli,bkli->bkgl", turned, k, precision="highest")
 
-        logits = _by_blocks(score, held.k, mean.shape[2])
-        judged = (held.position >= self.sink)[:, :, None]
+        logits = _by_blocks(expected_logits, tokens.k, mean.shape[2])
+        judged = (tokens.position >= self.sink)[:, :, None]
         share = jnp.mean(jax.nn.softmax(jnp.where(judged, logits, -1e30), axis=-1), axis=2)
-        worth = (share + self.epsilon) * length(held.v)
-        return jnp.where(held.position < self.sink, jnp.inf, worth)
+        score = (share + self.epsilon) * length(tokens.v)
+        return jnp.where(tokens.position < self.sink, jnp.inf, score)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +239,7 @@ class Redundancy(Evictor):
     """Keeps tokens to which the last `window` queries attend, less those whose keys resemble
     other keys.
 
-    The worth is `balance` times the attention, pooled over `pool` neighbours, less (1 -
+    The score is `balance` times the attention, pooled over `pool` neighbours, less (1 -
     balance) times the redundancy: the softmax of a key's mean cosine with all others, where
     each token forgives the newest key that resembles it by more than `alike`. The window itself
     stays. Comparing L held tokens takes L^2 products of keys.
@@ -272,21 +273,21 @@ class Redundancy(Evictor):
         at = count[:, None] + jnp.arange(self.window, dtype=jnp.int32)[None]
         return jnp.take_along_axis(both, at[:, None, None, :, None], axis=3)
 
-    def judge(self, held: Held) -> Array:
-        assert held.memory is not None
-        order, L = in_order(held.position), held.position.shape[2]
-        position, k = held.position, held.k
+    def score_all(self, tokens: Tokens) -> Array:
+        assert tokens.memory is not None
+        order, L = in_order(tokens.position), tokens.position.shape[2]
+        position, k = tokens.position, tokens.k
         valid = position >= 0
-        older = valid & (position < (held.end - self.window)[:, None, None])
+        older = valid & (position < (tokens.end - self.window)[:, None, None])
 
-        def score(k: Array) -> Array:
+        def largest_logits(k: Array) -> Array:
             logits = (
-                jnp.einsum("bkgwd,bkld->bkgwl", held.memory, k, precision="highest")
+                jnp.einsum("bkgwd,bkld->bkgwl", tokens.memory, k, precision="highest")
                 * k.shape[3] ** -0.5
             )
             return jnp.max(logits, axis=2)
 
-        logits = jnp.where(older[:, :, None], _by_blocks(score, k, self.window), -1e30)
+        logits = jnp.where(older[:, :, None], _by_blocks(largest_logits, k, self.window), -1e30)
         votes = jnp.where(older, jnp.mean(jax.nn.softmax(logits, axis=-1), axis=2), 0.0)
         votes = jnp.take_along_axis(votes, order, axis=2)
         half = self.pool // 2
@@ -326,8 +327,8 @@ class Redundancy(Evictor):
         total = lax.fori_loop(0, L, lambda i, sums: sums + alike(i), jnp.zeros_like(votes))
         mean = total / jnp.maximum(jnp.sum(valid, axis=-1, keepdims=True, dtype=jnp.float32), 1)
         redundancy = jax.nn.softmax(jnp.where(valid, mean, -1e30), axis=-1)
-        worth = self.balance * votes - (1 - self.balance) * redundancy
-        return jnp.where(valid & ~older, jnp.inf, worth)
+        score = self.balance * votes - (1 - self.balance) * redundancy
+        return jnp.where(valid & ~older, jnp.inf, score)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,13 +363,13 @@ class Trigonometric(Evictor):
         lengths = jnp.concatenate([_pairs(plain), number], axis=-1)
         return memory + jnp.stack([jnp.sum(plain, axis=3), jnp.sum(lengths, axis=3)], axis=3)
 
-    def judge(self, held: Held) -> Array:
-        assert held.memory is not None
-        total, rest = held.memory[:, :, :, 0], held.memory[:, :, :, 1]
+    def score_all(self, tokens: Tokens) -> Array:
+        assert tokens.memory is not None
+        total, rest = tokens.memory[:, :, :, 0], tokens.memory[:, :, :, 1]
         size, count = jnp.split(rest, 2, axis=-1)
         count = jnp.maximum(count, 1)
         mean, size = total / jnp.concatenate([count, count], axis=-1), size / count
-        steps = (held.end - 1)[:, None] + 2 ** jnp.arange(17, dtype=jnp.int32)[None]
+        steps = (tokens.end - 1)[:, None] + 2 ** jnp.arange(17, dtype=jnp.int32)[None]
         ahead = turn_positions(mean[..., None, :], steps[:, None, None], self.rope)
         ahead, more = jnp.mean(ahead, axis=3), size - _pairs(mean)
 
@@ -376,12 +377,13 @@ class Trigonometric(Evictor):
             far = jnp.einsum("bkgd,bkld->bkgl", ahead, k, precision="highest")
             return far + jnp.einsum("bkgd,bkld->bkgl", more, _pairs(k), precision="highest")
 
-        score = _by_blocks(both, held.k, mean.shape[2])
-        valid = (held.position >= 0)[:, :, None]
+        expected = _by_blocks(both, tokens.k, mean.shape[2])
+        valid = (tokens.position >= 0)[:, :, None]
         number = jnp.maximum(jnp.sum(valid, axis=-1, keepdims=True, dtype=jnp.float32), 1)
         centred = jnp.where(
             valid,
-            score - jnp.sum(jnp.where(valid, score, 0.0), axis=-1, keepdims=True) / number,
+            expected
+            - jnp.sum(jnp.where(valid, expected, 0.0), axis=-1, keepdims=True) / number,
             0.0,
         )
         deviation = jnp.sqrt(jnp.sum(centred * centred, axis=-1, keepdims=True) / number)

@@ -30,7 +30,7 @@ class Sliding(Evictor):
 
         p < sink     or     p >= end - (S - sink)
 
-    `worth` is infinite for the first ones and equal for all others, of which `Evicting` evicts
+    `score` is infinite for the first ones and equal for all others, of which `Evicting` evicts
     the oldest.
 
     With `rope`, the rotary embedding of the model, tokens are numbered by their place in the
@@ -68,7 +68,7 @@ class Sliding(Evictor):
                 f"{self} always keeps {self.sink} tokens, got a budget of {budget}; use at least {self.sink + 1}"
             )
 
-    def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
+    def score(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
         return jnp.where(position < self.sink, jnp.float32(jnp.inf), jnp.float32(0))
 
 
@@ -78,7 +78,7 @@ class LogSpaced(Evictor):
     stays.
 
     The n-th thinning of 3W slots keeps slots 0, 2, 4, ..., 2W - 2 and the newest W, so a token
-    in slot s < 2W survives as many of them as s can be halved; `worth` is the number of the
+    in slot s < 2W survives as many of them as s can be halved; `score` is the number of the
     thinning that evicts it. With a budget of 3W tokens the newest 2W are adjacent. `LogSparse` thins a full block of 3W
     tokens to 2W at once; here the same tokens are evicted one at a time, as new ones come, so
     that 3W are always kept.
@@ -90,7 +90,7 @@ class LogSpaced(Evictor):
     def check(self, budget: int) -> None:
         require_int("the budget of LogSpaced", budget, at_least=3)
 
-    def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
+    def score(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
         """Returns the number of the thinning that evicts a token.
 
         A thinning moves a token from slot 2i to slot i, and from a slot past 2W back by W. So a
@@ -120,7 +120,7 @@ class HeavyHitter(Evictor):
         evidence_s = sum_t sum_g softmax(scale * q_tg . k)_s
 
     `see_prompt` and `see_step` add the weights of a prompt's queries and of a step's, which
-    `Evicting` computes, and `worth` is the evidence, or infinite for the newest tokens. For a
+    `Evicting` computes, and `score` is the evidence, or infinite for the newest tokens. For a
     prompt this computes the product of queries and keys a second time. In longer prompts only
     `queries` evenly spaced queries vote, and their sum is scaled up. With queries=None all of
     them vote, as in the paper, which takes several times as long as to read the prompt. In a
@@ -161,7 +161,7 @@ class HeavyHitter(Evictor):
     def see_step(self, evidence: Array, weights: Array) -> Array:
         return evidence + jnp.sum(weights, axis=2)
 
-    def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
+    def score(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
         assert evidence is not None
         return jnp.where(_newest(position, end, int(self.recent * slots)), jnp.inf, evidence)
 

@@ -54,7 +54,7 @@ from kvjax.policies import Full, PerLayer, Policy
 from kvjax.policies.short import Short
 from kvjax.sharding.placement import call_model
 from kvjax.spec import keep_int
-from kvjax.validation import check_verbs, shown
+from kvjax.validation import check_verbs, short_repr
 
 Draw = Callable[[Array, Array, Array | int], Array]
 """(logits f32[B, V], fed i32[B, n], i) -> i32[B]: the token that the run draws from logits that
@@ -283,7 +283,7 @@ def parse(text: str) -> PromptLookup | SelfDraft:
     fields = {"prompt-lookup": ("ngram", "tokens"), "self": ("tokens",)}.get(name, ())
     if len(parts) > len(fields) or not fields or not all(p.strip().isdecimal() for p in parts):
         raise ValueError(
-            f"speculate={shown(text)} must be self or self:TOKENS such as self:4, prompt-lookup, or "
+            f"speculate={short_repr(text)} must be self or self:TOKENS such as self:4, prompt-lookup, or "
             "prompt-lookup:NGRAM,TOKENS such as prompt-lookup:3,8"
         )
     given = dict(zip(fields, map(int, parts), strict=False))
@@ -312,7 +312,7 @@ def check_tokenizers(draft: Any, model: Any) -> None:
     for token, own in draft.get_vocab().items():
         if known.get(token, own) != own:
             raise ValueError(
-                f"the draft model's tokenizer gives {shown(token)} the id {own} and the model's {known[token]}; a "
+                f"the draft model's tokenizer gives {short_repr(token)} the id {own} and the model's {known[token]}; a "
                 "draft model must have the model's tokenizer"
             )
 
@@ -326,8 +326,8 @@ def check_draft(draft: Any, cache: Cache) -> None:
         if callable(model):
             name = "model" if model is draft else "checkpoint.model"
             raise ValueError(
-                f"draft must be a SelfDraft, a PromptLookup or a DraftModel, got {shown(draft)}; to draft with it, "
-                f"write kvjax.generation.drafts.DraftModel({name})"
+                f"draft must be a SelfDraft, a PromptLookup or a DraftModel, got {short_repr(draft)}; to draft with "
+                f"it, write kvjax.generation.drafts.DraftModel({name})"
             )
     wanted = "a SelfDraft, a PromptLookup or a DraftModel"
     check_verbs(

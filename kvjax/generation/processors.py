@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array, lax
 
 from kvjax.spec import keep_int, require_ints
-from kvjax.validation import finite_number, shown
+from kvjax.validation import finite_number, short_repr
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Processors:
             object.__setattr__(self, name, _ids(name, getattr(self, name)))
         if not isinstance(self.history, list | tuple):
             raise ValueError(
-                f"history must be token ids for each row, got {shown(self.history)}"
+                f"history must be token ids for each row, got {short_repr(self.history)}"
             )
         object.__setattr__(self, "history", tuple(_ids("history", row) for row in self.history))
 
@@ -191,7 +191,7 @@ def check_processors(processors: Any) -> Processors:
     """`processors`, or ValueError if it is something else."""
     if not isinstance(processors, Processors):
         raise ValueError(
-            f"processors must be a Processors, got {shown(processors)}; make one: "
+            f"processors must be a Processors, got {short_repr(processors)}; make one: "
             "kvjax.generation.processors.Processors(repetition_penalty=1.1)"
         )
     return processors

@@ -22,7 +22,7 @@ from jax.typing import ArrayLike
 from kvjax.cache.cache import Cache, check_rotation, shared_tokens
 from kvjax.memory import on_host
 from kvjax.spec import require_int
-from kvjax.validation import MOST, check_alive, shown
+from kvjax.validation import MOST, check_alive, short_repr
 
 
 def pad_prompt(
@@ -101,7 +101,7 @@ def right_padded(real: Array, *arrays: Array) -> tuple[Array, ...]:
     """
     if getattr(real, "ndim", 0) != 2 or real.dtype != bool:
         raise ValueError(
-            f"right_padded takes a mask bool[B, T] first, true for real tokens; got {shown(real)}"
+            f"right_padded takes a mask bool[B, T] first, true for real tokens; got {short_repr(real)}"
         )
     for array in arrays:
         if np.shape(array)[:2] != real.shape:
@@ -201,7 +201,7 @@ def check_model(model: Any, asked: Iterable[str] = ()) -> None:
         cure = "load it first: kvjax.models.load(directory).model"
     else:
         cure = "give a model as kvjax.generation.Model describes it, for example kvjax.models.load(directory).model"
-    raise ValueError(f"model must be a callable pytree, got {shown(model)}; {cure}")
+    raise ValueError(f"model must be a callable pytree, got {short_repr(model)}; {cure}")
 
 
 def _missing_keywords(model: Any, asked: Iterable[str]) -> list[str]:
@@ -262,7 +262,7 @@ def check_model_cache(model: Any, cache: Any, asked: Iterable[str] = ()) -> None
     check_model(model, asked)
     if not isinstance(cache, Cache):
         raise ValueError(
-            f"cache must be the Cache of a whole model, got {shown(cache)}; make one with "
+            f"cache must be the Cache of a whole model, got {short_repr(cache)}; make one with "
             "kvjax.init(policy, model.spec(batch=..., capacity=...), layers=model.config.layers)"
         )
     check_alive("generate", cache)
@@ -345,7 +345,7 @@ def stop_array(stop_tokens: int | Iterable[int] | None) -> np.ndarray:
         stop_tokens = ()
     if isinstance(stop_tokens, str | bytes):
         raise ValueError(
-            f"stop_tokens are token ids, got {shown(stop_tokens)}; encode the text, or use checkpoint.generate"
+            f"stop_tokens are token ids, got {short_repr(stop_tokens)}; encode the text, or use checkpoint.generate"
         )
     ids = list(stop_tokens) if isinstance(stop_tokens, Iterable) else [stop_tokens]
     found = [require_int("stop_tokens", i, at_least=0) for i in ids]

@@ -31,7 +31,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from kvjax.memory import on_host
-from kvjax.validation import MOST, cut, shown
+from kvjax.validation import MOST, cut, short_repr
 
 
 @jax.tree_util.register_dataclass
@@ -280,7 +280,7 @@ class Draws:
         """
         if not isinstance(sampling, Sampling):
             raise ValueError(
-                f"sampling must be a Sampling, got {shown(sampling)}; make one: "
+                f"sampling must be a Sampling, got {short_repr(sampling)}; make one: "
                 "kvjax.generation.sampling.sampling(temperature=0.7), and pass key=jax.random.key(seed)"
             )
         if sampling.greedy:
@@ -401,7 +401,7 @@ def _setting(name: str, value: Any) -> np.ndarray:
         found.dtype, np.integer if dtype is np.int32 else np.number
     ):
         raise ValueError(
-            f"{name} must be {'an' if kind == 'integer' else 'a'} {kind}, got {shown(value)}"
+            f"{name} must be {'an' if kind == 'integer' else 'a'} {kind}, got {short_repr(value)}"
         )
     if found.ndim > 1:
         raise ValueError(

@@ -612,7 +612,7 @@ def warm_up(
     jax.block_until_ready(run.logits)
 
 
-def stand_in(empty: Callable[[], Cache]) -> Cache | None:
+def abstract_cache(empty: Callable[[], Cache]) -> Cache | None:
     """Arrays for `compile_ahead` with the shapes of the cache that `empty` makes, but without
     its memory.
 
@@ -650,7 +650,7 @@ def compile_ahead(
 
     `model` may hold shapes (`jax.ShapeDtypeStruct`) in place of arrays, so that programs
     compile while weights are read. `cache` is the empty one of the run, in which nothing
-    changes, or `stand_in`. Call `stream` after all of them have returned, or it compiles again.
+    changes, or `abstract_cache`. Call `stream` after all of them have returned, or it compiles again.
     """
     V = vocabulary_size(model)
     programs = prompt_programs(model, cache, prompt_tokens, chunk=chunk) if prompts else []

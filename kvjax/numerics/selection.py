@@ -105,7 +105,7 @@ def join_steps(x: Array, steps: int) -> Array:
 @partial(
     register_dataclass,
     data_fields=("span", "pending", "k", "dense", "last"),
-    meta_fields=("k_max", "pending_slots", "local", "steps", "window", "in_order"),
+    meta_fields=("k_max", "pending_slots", "local", "steps", "window", "num_sorted_last"),
 )
 @dataclass(frozen=True, kw_only=True)
 class Candidates:
@@ -137,19 +137,17 @@ class Candidates:
     )
     dense: Array | None = None  # bool[B], or by step too: rows that attend to every unit
     last: Array | None = None  # bool[B, K, U] stored units that rank after all others
-    in_order: int = (
-        0  # this many units of the lowest ranks come last in the selection, in order of rank
-    )
+    # this many units of the lowest ranks come last in the selection, in order of rank
+    num_sorted_last: int = 0
 
-    def fit(self, *, in_order: int, window: bool) -> bool:
-        """True if a kernel can select among them that puts `in_order` units last, under a
-        sliding window if `window`.
+    def fit(self, *, num_sorted_last: int, window: bool) -> bool:
+        """True if a kernel can select among them that puts `num_sorted_last` units last, under
+        a sliding window if `window`.
 
         Otherwise all scores must be computed and sorted.
         """
-        return (
-            self.in_order <= in_order and (window or self.window is None) and self.last is None
-        )
+        fits_window = window or self.window is None
+        return self.num_sorted_last <= num_sorted_last and fits_window and self.last is None
 
     def passes(self, q: Array, heads: int) -> Iterator[tuple[Array, Candidates]]:
         """Splits the steps into passes of at most `heads` query heads: queries [B, K, T'*G, D]

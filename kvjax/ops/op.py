@@ -32,7 +32,7 @@ from kvjax.memory import varying_axes
 from kvjax.numerics.derivatives import with_derivative
 from kvjax.numerics.partial import Logits
 from kvjax.ops.partitioned import warn_if_partitioned
-from kvjax.validation import shown
+from kvjax.validation import short_repr
 
 Implementation = Literal["xla", "mosaic"]
 Derivative = Literal["reference", "zero", "none"]
@@ -305,7 +305,7 @@ def explain(op: str | Op[..., Any], *args: Any, **options: Any) -> Explanation:
     name = op.name if isinstance(op, Op) else op
     if not isinstance(name, str):
         raise ValueError(
-            f"explain(op=...) must be an operation or its name, got {shown(op)}; for all operations of a step: "
+            f"explain(op=...) must be an operation or its name, got {short_repr(op)}; for all operations of a step: "
             "with kvjax.ops.explained() as found: jax.eval_shape(lambda: kvjax.attention(cache, q, k, v))"
         )
     if name not in OPS:

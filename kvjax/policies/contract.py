@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.evictors import Evictor
-from kvjax.evictors.base import Held
+from kvjax.evictors.base import Tokens
 from kvjax.numerics.partial import Logits, PartialAttention
 from kvjax.numerics.selection import (
     GROUP_REDUCES,
@@ -36,7 +36,7 @@ from kvjax.selectors import Selector
 from kvjax.spec import CacheSpec, require_int
 from kvjax.stores import Store
 from kvjax.stores.demotion import Demotion
-from kvjax.validation import parts_of, shown
+from kvjax.validation import parts_of, short_repr
 
 Shape = jax.ShapeDtypeStruct
 
@@ -121,7 +121,7 @@ def _check_selector(selector: Selector, spec: CacheSpec, chunk: int, slots: int)
     rule = selector.group_reduce
     if rule not in GROUP_REDUCES:
         raise ValueError(
-            f"{name}.group_reduce is {shown(rule)}, and must be one of {', '.join(GROUP_REDUCES)}"
+            f"{name}.group_reduce is {short_repr(rule)}, and must be one of {', '.join(GROUP_REDUCES)}"
         )
     unit = require_int(f"{name}.unit", selector.unit, at_least=1)
     selector.check(spec, chunk)
@@ -242,7 +242,8 @@ def _check_evictor(evictor: Evictor, spec: CacheSpec, slots: int) -> None:
 
     if evictor.arrival is not None and not isinstance(evictor.arrival, float | int):
         raise ValueError(
-            f"{name}.arrival is {shown(evictor.arrival)}, and must be the evidence of a new token, a number, or None"
+            f"{name}.arrival is {short_repr(evictor.arrival)}, and must be the evidence of a new token, a number, or "
+            "None"
         )
     seen = _call(evictor, "see_tokens", k, v)
     if seen is not None:
@@ -265,16 +266,18 @@ def _check_evictor(evictor: Evictor, spec: CacheSpec, slots: int) -> None:
             Shape((B, 2), jnp.int32),
         )
         _require_same(evictor, "see_queries", after, memory, "it got")
-    if type(evictor).judge is Evictor.judge:
-        worth = _call(evictor, "worth", evidence, position, _rows(spec), slots)
-        _require_floats(evictor, "worth", worth, held.shape, "the worth of each token")
+    if type(evictor).score_all is Evictor.score_all:
+        score = _call(evictor, "score", evidence, position, _rows(spec), slots)
+        _require_floats(evictor, "score", score, held.shape, "the score of each token")
         return
 
-    def judge(evidence: Any, position: Any, end: Any, k: Any, v: Any, memory: Any) -> Any:
-        return evictor.judge(Held(evidence, position, end, slots, k, v, memory))
+    def score_all(evidence: Any, position: Any, end: Any, k: Any, v: Any, memory: Any) -> Any:
+        return evictor.score_all(Tokens(evidence, position, end, slots, k, v, memory))
 
-    worth = _traced(evictor, "judge", judge, evidence, position, _rows(spec), k, v, memory)
-    _require_floats(evictor, "judge", worth, held.shape, "the worth of each token")
+    score = _traced(
+        evictor, "score_all", score_all, evidence, position, _rows(spec), k, v, memory
+    )
+    _require_floats(evictor, "score_all", score, held.shape, "the score of each token")
 
 
 # ----------------------------------------------------------------------------------------------- demotions and policies
@@ -399,7 +402,7 @@ def _needs(part: Any) -> str:
     verbs = {
         Selector: "a kvjax.Selector needs init, append and score",
         Store: "a kvjax.Store needs init, append, and attend or attend_chunk; and gather if policies select from it",
-        Evictor: "a kvjax.Evictor needs worth or judge",
+        Evictor: "a kvjax.Evictor needs score or score_all",
         Policy: "a kvjax.Policy needs init, prefill, update, attend and attend_stored",
     }
     return next(
@@ -465,9 +468,9 @@ def _described(value: Any) -> str:
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{np.dtype(value.dtype).name}{list(value.shape)}"
     if value is None or isinstance(value, str | int | float):
-        return shown(value)
+        return short_repr(value)
     leaves = [_described(leaf) for leaf in jax.tree.leaves(value)]
     few = ", ".join(leaves[:4]) + (", ..." if len(leaves) > 4 else "")
     if type(value) is tuple:
         return f"({few})"
-    return f"{shown(value)} of {few}" if leaves else shown(value)
+    return f"{short_repr(value)} of {few}" if leaves else short_repr(value)

@@ -16,7 +16,7 @@ from jax.tree_util import register_dataclass
 
 from kvjax import ops
 from kvjax.evictors import Evictor
-from kvjax.evictors.base import Held
+from kvjax.evictors.base import Tokens
 from kvjax.memory import vary_with
 from kvjax.numerics.blocks import Block, empty_block, put_last, write
 from kvjax.numerics.derivatives import with_derivative
@@ -61,7 +61,7 @@ class EvictingState:
     # f32[B, K, G, n, D] what the evictor remembers of queries; None as above
     memory: Array | None
     # bool[B, K, S] tokens of prompts, which are kept beside the budget; None: they compete
-    stays: Array | None
+    pinned: Array | None
     # dtype[B, K, S, D] keys as they came, of which those of `tokens` are turned to their places;
     # None: those of `tokens` are as they came
     keys: Array | None
@@ -90,7 +90,7 @@ class Line(NamedTuple):
     source: Array  # i32[B, K, L] the slot of each, or S + its place in the chunk
     position: Array  # i32[B, K, L] -1 where there is no token
     evidence: Array | None  # f32[B, K, L]
-    stays: Array | None  # bool[B, K, L]
+    pinned: Array | None  # bool[B, K, L]
     k: Array  # dtype[B, K, L, D] by slot and place in the chunk, not in order
     v: Array  # dtype[B, K, L, D] as k
 
@@ -138,7 +138,7 @@ class Evicting(Policy):
             "Evicting(evictor=...)",
             self.evictor,
             "an evictor",
-            ("check", "worth"),
+            ("check", "score"),
             "kvjax.evictors.Sliding()",
         )
         self.evictor.check(self.budget)
@@ -171,7 +171,7 @@ class Evicting(Policy):
             length=jnp.zeros(spec.batch, jnp.int32),
             due=jnp.zeros(spec.batch, bool) if self._needs_queries else None,
             memory=jnp.zeros(memory, jnp.float32) if n else None,
-            stays=None,
+            pinned=None,
             keys=None if self.rope is None else empty_block(spec, slots).k,
         )
 
@@ -225,7 +225,7 @@ class Evicting(Policy):
             ),
             position=jnp.where(taken, length[:, None, None] - 1, st.position),
             evidence=evidence,
-            stays=None if st.stays is None else st.stays & ~taken,
+            pinned=None if st.pinned is None else st.pinned & ~taken,
             length=length,
             due=None if st.due is None else st.due | active,
             keys=keys,
@@ -415,7 +415,7 @@ class Evicting(Policy):
         votes: Array | None,
         room: tuple[Array, Array] | None = None,
     ) -> EvictingState:
-        """Keeps the tokens of highest worth among the S slots and the T tokens of a chunk.
+        """Keeps the tokens of highest score among the S slots and the T tokens of a chunk.
 
         `votes` f32[B, K, G, S+T] are in this order: by slot, then by place in the chunk. With
         `room`, rows bool[B] and tokens i32[B], only these rows change, and keep only so many.
@@ -432,11 +432,11 @@ class Evicting(Policy):
                 line.evidence, votes, line.position, end, self._share(S)
             )
             line = line._replace(evidence=evidence)
-        held = Held(
+        held = Tokens(
             line.evidence, line.position, end, self._share(S), line.k, line.v, st.memory
         )
-        worth = self._worth(held, None if room is None else line.stays, line.source)
-        place = self._best_places(line, worth, S, most)
+        score = self._scores(held, None if room is None else line.pinned, line.source)
+        place = self._best_places(line, score, S, most)
         valid, place = place < L, jnp.minimum(place, L - 1)
 
         def select(a: Array) -> Array:
@@ -480,7 +480,7 @@ class Evicting(Policy):
             else of_rows(select(line.evidence), st.evidence),
             length=of_rows(end, st.length),
             due=of_rows(due, st.due),
-            stays=None if line.stays is None else of_rows(select(line.stays), st.stays),
+            pinned=None if line.pinned is None else of_rows(select(line.pinned), st.pinned),
             keys=of_rows(keys, st.keys),
         )
         return self._settled(after, valid, takes, leaving)
@@ -496,28 +496,28 @@ class Evicting(Policy):
         def in_order(held: Array, coming: Array) -> Array:
             return jnp.take_along_axis(jnp.concatenate([held, coming], axis=2), source, axis=-1)
 
-        evidence, stays = st.evidence, st.stays
-        if stays is not None:
-            stays = in_order(stays, jnp.ones((B, K, T), bool))
+        evidence, pinned = st.evidence, st.pinned
+        if pinned is not None:
+            pinned = in_order(pinned, jnp.ones((B, K, T), bool))
         if evidence is not None:
             evidence = in_order(evidence, jnp.broadcast_to(self._arriving(k, v), (B, K, T)))
         return Line(
             source=source,
             position=in_order(position, self._coming(st, lengths, T)),
             evidence=evidence,
-            stays=stays,
+            pinned=pinned,
             k=jnp.concatenate([st.tokens.k, k.astype(st.tokens.k.dtype)], axis=2),
             v=jnp.concatenate([st.tokens.v, v.astype(st.tokens.v.dtype)], axis=2),
         )
 
-    def _best_places(self, line: Line, worth: Array, slots: int, most: Array | None) -> Array:
+    def _best_places(self, line: Line, score: Array, slots: int, most: Array | None) -> Array:
         """i32[B, K, S]: the places of the line that are kept, in order, then L; no more than
         `most` i32[B] of a row, if given.
         """
-        L = worth.shape[-1]
+        L = score.shape[-1]
         # The line is reversed, so that ties go to the newer token.
         eligible = jnp.flip(line.position >= 0, axis=-1)
-        best = self._best(jnp.flip(worth, axis=-1), eligible, slots)
+        best = self._best(jnp.flip(score, axis=-1), eligible, slots)
         if most is not None:
             fits = (jnp.arange(slots, dtype=jnp.int32)[None] < most[:, None])[:, None]
             best = best._replace(valid=best.valid & fits)
@@ -544,9 +544,9 @@ class Evicting(Policy):
         return replace(st, tokens=replace(st.tokens, count=count))
 
     def _least_worthy(self, st: EvictingState) -> Array:
-        """i32[B, K, n]: the slots of the `every` tokens of least worth; of equals the oldest."""
+        """i32[B, K, n]: the slots of the `every` tokens of lowest score; of equals the oldest."""
         position, slots = self._positions(st), st.tokens.slots
-        held = Held(
+        held = Tokens(
             st.evidence,
             position,
             st.length,
@@ -555,9 +555,9 @@ class Evicting(Policy):
             st.tokens.v,
             st.memory,
         )
-        worth = jnp.where(position >= 0, self._worth(held, st.stays), jnp.inf)
+        score = jnp.where(position >= 0, self._scores(held, st.pinned), jnp.inf)
         age = jnp.where(position >= 0, position, slots)
-        return jnp.lexsort((age, worth), axis=-1)[..., : self.every].astype(jnp.int32)
+        return jnp.lexsort((age, score), axis=-1)[..., : self.every].astype(jnp.int32)
 
     def _close_up(self, st: EvictingState, full: Array) -> EvictingState:
         """`st` less `every` tokens of each row that is `full` bool[B]; the others are rotated
@@ -665,15 +665,15 @@ class Evicting(Policy):
         return jnp.where((end > st.tokens.slots)[:, None], evicted, end[:, None] - 1)
 
     def _to_evict(self, st: EvictingState, valid: Array, end: Array) -> Array:
-        """i32[B, K]: the slot of least worth among the `valid` bool[B, K, S]; of equals the
+        """i32[B, K]: the slot of lowest score among the `valid` bool[B, K, S]; of equals the
         oldest.
         """
         position, slots = jnp.where(valid, st.position, -1), self._share(st.tokens.slots)
-        held = Held(st.evidence, position, end, slots, st.tokens.k, st.tokens.v, st.memory)
-        worth = jnp.where(valid, lax.stop_gradient(self._worth(held, st.stays)), jnp.inf)
+        held = Tokens(st.evidence, position, end, slots, st.tokens.k, st.tokens.v, st.memory)
+        score = jnp.where(valid, lax.stop_gradient(self._scores(held, st.pinned)), jnp.inf)
         age = jnp.where(valid, st.position, NEVER)
         slot = lax.broadcasted_iota(jnp.int32, position.shape, 2)
-        operands = (worth, age, vary_with(slot, worth))
+        operands = (score, age, vary_with(slot, score))
         last = (jnp.float32(jnp.inf), jnp.int32(NEVER), jnp.int32(0))
 
         def least(
@@ -683,20 +683,20 @@ class Evicting(Policy):
             first = (a[0] < b[0]) | (equal & older)
             return tuple(lax.select(first, x, y) for x, y in zip(a, b, strict=True))
 
-        slots_of: list[Array] = lax.reduce(operands, vary_with(last, worth), least, (2,))
+        slots_of: list[Array] = lax.reduce(operands, vary_with(last, score), least, (2,))
         return slots_of[2]
 
-    def _worth(self, held: Held, stays: Array | None, order: Array | None = None) -> Array:
-        """f32[B, K, L]: the worth of tokens, whose keys and values are yet to be put in `order`
+    def _scores(self, held: Tokens, pinned: Array | None, order: Array | None = None) -> Array:
+        """f32[B, K, L]: the scores of tokens, whose keys and values are yet to be put in `order`
         i32[B, K, L].
 
-        Tokens that stay, bool[B, K, L], are worth more than any other.
+        Tokens that are `pinned`, bool[B, K, L], score higher than any other.
         """
-        if type(self.evictor).judge is not Evictor.judge and order is not None:
+        if type(self.evictor).score_all is not Evictor.score_all and order is not None:
             k, v = (jnp.take_along_axis(a, order[..., None], axis=2) for a in (held.k, held.v))
             held = held._replace(k=k, v=v)
-        worth = self.evictor.judge(held)
-        return worth if stays is None else jnp.where(stays, jnp.inf, worth)
+        score = self.evictor.score_all(held)
+        return score if pinned is None else jnp.where(pinned, jnp.inf, score)
 
     def _turned(self, st: EvictingState, q: Array) -> Array:
         """Queries q [B, K, G, T, D], at the place after the held tokens if these have closed
@@ -730,11 +730,11 @@ class Evicting(Policy):
         """The number of slots of a head that the evictor decides for."""
         return slots
 
-    def _best(self, worth: Array, eligible: Array, slots: int) -> Selection:
-        """Selects the tokens to keep, [B, K, slots], by worth f32[B, K, L] among the `eligible`
+    def _best(self, score: Array, eligible: Array, slots: int) -> Selection:
+        """Selects the tokens to keep, [B, K, slots], by score f32[B, K, L] among the `eligible`
         bool[B, K, L].
         """
-        return ops.top_k(worth, eligible, slots)
+        return ops.top_k(score, eligible, slots)
 
     def _settled(
         self,
@@ -815,7 +815,7 @@ def move_tokens(st: EvictingState, source: Array, target: Array) -> EvictingStat
             tokens=replace(st.tokens, k=one_row(st.tokens.k), v=one_row(st.tokens.v)),
             position=position,
             evidence=one_number(st.evidence),
-            stays=one_number(st.stays),
+            pinned=one_number(st.pinned),
         )
         return st, source, target
 

@@ -178,7 +178,7 @@ class Full(Policy):
     def over_context(self, axis: Axis, parts: int) -> StripedFull:
         return StripedFull(Stripes(axis, parts, tokens=1))
 
-    def turns(self, spec: CacheSpec, parts: int) -> int:
+    def stripes_per_device(self, spec: CacheSpec, parts: int) -> int:
         return spec.capacity // parts
 
 

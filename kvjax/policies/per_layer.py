@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvjax.policies.policy import Policy
-from kvjax.validation import check_verbs, shown
+from kvjax.validation import check_verbs, short_repr
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class PerLayer:
     def __post_init__(self) -> None:
         if not isinstance(self.first, tuple):
             raise ValueError(
-                f"PerLayer(first=...) must be a tuple of policies, got {shown(self.first)}"
+                f"PerLayer(first=...) must be a tuple of policies, got {short_repr(self.first)}"
             )
         for name, policy in (
             *(("first", policy) for policy in self.first),

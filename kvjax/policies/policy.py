@@ -18,7 +18,7 @@ from kvjax.numerics.partial import Logits, PartialAttention, softmax_weights
 from kvjax.numerics.selection import PackedSelection, Selection
 from kvjax.sharding.context import Axis
 from kvjax.spec import CacheSpec
-from kvjax.validation import shown
+from kvjax.validation import short_repr
 
 STATIC = {"static": True}  # metadata of a field that is a part of the program, not an array
 
@@ -69,7 +69,7 @@ class Step:
     def __post_init__(self) -> None:
         if not isinstance(self.logits, Logits):
             raise ValueError(
-                f"Step(logits=...) takes kvjax.Logits(scale, cap), got {shown(self.logits)}"
+                f"Step(logits=...) takes kvjax.Logits(scale, cap), got {short_repr(self.logits)}"
             )
 
     def weights(self, q: Array, k: Array, mask: Array, lse: Array | None = None) -> Array:
@@ -137,7 +137,7 @@ class Policy:
         """The policy of a cache for `spec`: this one, or another."""
         return self
 
-    def fitted(self, parts: int) -> Policy:
+    def with_divisible_chunks(self, parts: int) -> Policy:
         """The policy of a cache whose tokens are split over `parts` devices: this one, or one
         with larger chunks.
         """
@@ -273,7 +273,7 @@ class Policy:
         """
         return self
 
-    def turns(self, spec: CacheSpec, parts: int) -> int:
+    def stripes_per_device(self, spec: CacheSpec, parts: int) -> int:
         """Stripes of the history that each device has room for."""
         return 0
 

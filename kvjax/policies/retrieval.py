@@ -111,7 +111,7 @@ class Retrieval(SelectedZones):
     def of_size(self, spec: CacheSpec) -> Policy:
         return if_long(self, type(self.selector).__name__, spec)
 
-    def fitted(self, parts: int) -> Retrieval:
+    def with_divisible_chunks(self, parts: int) -> Retrieval:
         """With chunks of one page, the least: of one page for each device, so that no device
         gets a part of a page.
 
@@ -159,26 +159,29 @@ class Retrieval(SelectedZones):
         return out, st, info
 
     def select(
-        self, st: ZonedState, q: Array, step: Step, *, in_order: int = 0
+        self, st: ZonedState, q: Array, step: Step, *, num_sorted_last: int = 0
     ) -> Selection | PackedSelection:
         """Scores the tokens besides sink and local window and selects the best for q [B, K, G,
         D], in whole units.
 
         Slots below S, the slots of the store, are in the history; S + r is slot r of the recent
-        block. History and pending tokens compete. The last `in_order` units of the selection
+        block. History and pending tokens compete. The last `num_sorted_last` units of the selection
         are those that rank lowest, in order of rank. With the `lengths` of T steps, q is [B, K,
         T*G, D] and the selection [B, K, T*H, M].
         """
         steps = 1 if step.lengths is None else step.lengths.shape[0]
         candidates = self.candidates(
-            st, self.visible(st, step.window, step.lengths), steps=steps, in_order=in_order
+            st,
+            self.visible(st, step.window, step.lengths),
+            steps=steps,
+            num_sorted_last=num_sorted_last,
         )
         queries = reduce_queries(q, self.selector.group_reduce, steps)
         index = (st.store, self.store) if self.selector.reads_store else st.index
         return self.selector.select(index, queries, candidates, logits=step.logits)
 
     def candidates(
-        self, st: ZonedState, seen: Visible, *, steps: int = 1, in_order: int = 0
+        self, st: ZonedState, seen: Visible, *, steps: int = 1, num_sorted_last: int = 0
     ) -> Candidates:
         """The units of history and pending tokens that compete, and how many are selected."""
         unit = self.selector.unit
@@ -199,7 +202,7 @@ class Retrieval(SelectedZones):
             steps=steps,
             window=seen.window,
             dense=dense,
-            in_order=in_order,
+            num_sorted_last=num_sorted_last,
         )
 
     def _attend_steps(

@@ -32,7 +32,7 @@ from kvjax.received import read_object
 from kvjax.spec import CacheSpec, keep_ints, require_int, require_ints
 from kvjax.stores import Dense, Store
 from kvjax.stores.demotion import Demotion, Fifo
-from kvjax.validation import shown
+from kvjax.validation import short_repr
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,8 +231,8 @@ def share_selections(
     require_int("share", share, at_least=1)
     if not isinstance(policies, PerLayer):
         raise ValueError(
-            f"share_selections takes the policies of a model's layers, got {shown(policies)}; a preset returns them, "
-            "such as kvjax.presets.fier(256), and kvjax.PerLayer((), policy) makes them of one policy"
+            f"share_selections takes the policies of a model's layers, got {short_repr(policies)}; a preset returns "
+            "them, such as kvjax.presets.fier(256), and kvjax.PerLayer((), policy) makes them of one policy"
         )
     if share == 1 and anchors is None and not heads:
         return policies
@@ -244,13 +244,13 @@ def share_selections(
     numbers = (anchors,) if isinstance(anchors, int) else anchors
     if not isinstance(numbers, Sequence | None):
         raise ValueError(
-            f"anchors must be numbers of layers, such as [2, 5, 9] or '2+5+9', got {shown(anchors)}"
+            f"anchors must be numbers of layers, such as [2, 5, 9] or '2+5+9', got {short_repr(anchors)}"
         )
     if not isinstance(heads, Mapping | None) or not all(
         isinstance(own, Sequence) for own in (heads or {}).values()
     ):
         raise ValueError(
-            f"heads must be the KV heads of layers, such as {{3: (1, 0)}}, got {shown(heads)}"
+            f"heads must be the KV heads of layers, such as {{3: (1, 0)}}, got {short_repr(heads)}"
         )
     return Shared(
         policies.first,
@@ -265,7 +265,7 @@ def _in_file(name: str) -> tuple[tuple[int, ...], dict[int, tuple[int, ...]]]:
     """The anchors, and the KV heads by layer, in a file of `benchmarks/calibrate.py`."""
     cure = "python -m benchmarks.calibrate --out writes one"
     if not Path(name).is_file():
-        raise FileNotFoundError(f"anchors={shown(name)} is not a file; {cure}")
+        raise FileNotFoundError(f"anchors={short_repr(name)} is not a file; {cure}")
     found = read_object(name, cure=cure)
     try:
         heads = {int(layer): tuple(own) for layer, own in found["heads"].items()}
@@ -281,6 +281,6 @@ def _numbers(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split("+"))
     except ValueError:
         raise ValueError(
-            f"anchors={shown(text)} must be numbers of layers with + between them, such as 2+5+9, or the name of "
+            f"anchors={short_repr(text)} must be numbers of layers with + between them, such as 2+5+9, or the name of "
             "a .json file of benchmarks.calibrate"
         ) from None

@@ -234,7 +234,7 @@ class Speculative(Policy):
         if self.topk is not None:
             return self._select_beside_kept(st, q, step)
         return unpack(
-            self.retrieval.select(st.zones, q, step, in_order=self._dropped(st.zones))
+            self.retrieval.select(st.zones, q, step, num_sorted_last=self._dropped(st.zones))
         )
 
     def _select_beside_kept(self, st: SpeculativeState, q: Array, step: Step) -> Selection:
@@ -243,7 +243,7 @@ class Speculative(Policy):
         """
         policy, zones, unit = self.retrieval, st.zones, self.retrieval.selector.unit
         every = policy.candidates(
-            zones, policy.visible(zones, step.window), in_order=self._dropped(zones)
+            zones, policy.visible(zones, step.window), num_sorted_last=self._dropped(zones)
         )
         queries = reduce_queries(q, policy.selector.group_reduce)
         assert self.topk is not None
@@ -544,8 +544,8 @@ class Speculative(Policy):
             )
         return self.retrieval.follower(heads)
 
-    def fitted(self, parts: int) -> Speculative:
-        return replace(self, retrieval=self.retrieval.fitted(parts))
+    def with_divisible_chunks(self, parts: int) -> Speculative:
+        return replace(self, retrieval=self.retrieval.with_divisible_chunks(parts))
 
     def over_context(self, axis: Axis, parts: int) -> Speculative:
         """Keeps recalled tokens on all devices, so that they serve the next step as they do on
@@ -553,8 +553,8 @@ class Speculative(Policy):
         """
         return replace(self, retrieval=self.retrieval.over_context(axis, parts))
 
-    def turns(self, spec: CacheSpec, parts: int) -> int:
-        return self.retrieval.turns(spec, parts)
+    def stripes_per_device(self, spec: CacheSpec, parts: int) -> int:
+        return self.retrieval.stripes_per_device(spec, parts)
 
 
 def _in_order(valid: Array, edge: Array) -> Selection:

@@ -492,7 +492,7 @@ class Zoned(Policy):
         stripes = self.stripes(axis, parts)
         return dataclasses.replace(self, store=split_store(self.store, stripes))  # type: ignore[type-var]
 
-    def turns(self, spec: CacheSpec, parts: int) -> int:
+    def stripes_per_device(self, spec: CacheSpec, parts: int) -> int:
         return self._slots(spec) // self.demote.leave
 
 

@@ -13,7 +13,7 @@ from kvjax.policies import Full, PerLayer, Policy
 from kvjax.policies.per_head import PerHead
 from kvjax.received import read_object
 from kvjax.spec import require_int
-from kvjax.validation import shown
+from kvjax.validation import short_repr
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def by_heads(name: str, others: Policy, heads: str | Heads | None) -> PerLayer:
         heads = Heads.load(heads)
     if not hasattr(heads, "policies"):
         raise ValueError(
-            f"{name}(heads=...) takes a kvjax.presets.Heads or a file of them, got {shown(heads)}; "
+            f"{name}(heads=...) takes a kvjax.presets.Heads or a file of them, got {short_repr(heads)}; "
             "kvjax.evaluate.heads.retrieval_heads finds those of a model"
         )
     return heads.policies(others)

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kvjax.validation import nearest, shown
+from kvjax.validation import nearest, short_repr
 
 FILE = re.compile(r"(?P<place>.+?\.py)(?::(?P<name>[^:]*))?(?::(?P<rest>.*))?", re.DOTALL)
 MODULE = re.compile(
@@ -190,5 +190,5 @@ def _brief(error: Exception, path: Path | None = None) -> str:
 
 def _choices(place: str, names: list[str]) -> str:
     return f"{place}:NAME" + (
-        f", such as {place}:{names[-1]}" if names else f"; {shown(place)} has no names"
+        f", such as {place}:{names[-1]}" if names else f"; {short_repr(place)} has no names"
     )

@@ -26,7 +26,7 @@ from kvjax.policies import Evicting, Full, PerLayer, Retrieval
 from kvjax.presets.parsing import field_names
 from kvjax.selectors import Selector
 from kvjax.spec import require_int
-from kvjax.validation import shown
+from kvjax.validation import short_repr
 
 VERBS = ("init", "prefill", "update", "attend")  # of every policy
 BUDGET = 1024  # of a selector or an evictor without another, as of the policies around them
@@ -53,7 +53,7 @@ class Own:
             a budget.
         """
         if not (callable(given) or _is_policy(given) or _is_part(given)):
-            raise ValueError(f"{name} must be {WANTED}, got {shown(given)}")
+            raise ValueError(f"{name} must be {WANTED}, got {short_repr(given)}")
         settings = _settings(name, given) if callable(given) else ()
         budgets = [p for p in settings if p.name == "budget"]
         layers = any("dense_layers" in (p.name, *field_names(p.default)) for p in settings)
@@ -117,7 +117,9 @@ class Own:
             made = Evicting(evictor=made, budget=self._part_budget(budget))
         if not _is_policy(made):
             got = (
-                f"{self.name}() returned {shown(made)}" if callable(self.given) else shown(made)
+                f"{self.name}() returned {short_repr(made)}"
+                if callable(self.given)
+                else short_repr(made)
             )
             raise ValueError(
                 f"{got}, where {WANTED} is wanted; give for example kvjax.Retrieval(...)"

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from kvjax.validation import cut, shown
+from kvjax.validation import cut, short_repr
 
 TEXT_NAME = "name in text"  # metadata of a field whose setting has another name than the field
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
@@ -88,7 +88,7 @@ def read_settings(
         if key not in known or not equals:
             cure = f"write NAME=VALUE, of {', '.join(known)}" if known else "it has no settings"
             raise ValueError(
-                cut(f"{where} {text}: {shown(part)} is not a setting of {name}; {cure}")
+                cut(f"{where} {text}: {short_repr(part)} is not a setting of {name}; {cure}")
             )
         if key in settings:
             raise ValueError(cut(f"{where} {text}: {key} is given twice; give it once"))
@@ -100,7 +100,7 @@ def _read(value: str, default: Any, where: str) -> Any:
     if isinstance(default, bool):
         if value.lower() not in (*TRUE, *FALSE):
             raise ValueError(
-                f"{where} must be true or false, got {shown(value)}; write true, yes, on, 1, false, no, off, 0"
+                f"{where} must be true or false, got {short_repr(value)}; write true, yes, on, 1, false, no, off, 0"
             )
         return value.lower() in TRUE
     if value.lower() == "none":

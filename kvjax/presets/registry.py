@@ -23,7 +23,7 @@ from kvjax.presets.loading import (
 from kvjax.presets.own import Own, name_of
 from kvjax.presets.parsing import read_settings
 from kvjax.presets.preset import Preset
-from kvjax.validation import nearest, shown
+from kvjax.validation import nearest, short_repr
 
 GROUP = "kvjax.presets"  # of entry points
 # The module of each preset, whose function has the preset's name. It is imported when the preset
@@ -126,7 +126,9 @@ def read(text: str, *, where: str = "cache") -> tuple[Preset, dict[str, Any]]:
       ValueError: see `find`; or a setting that the preset does not have.
     """
     if not isinstance(text, str):
-        raise ValueError(f"{where} must be text such as 'fier:budget=256', got {shown(text)}")
+        raise ValueError(
+            f"{where} must be text such as 'fier:budget=256', got {short_repr(text)}"
+        )
     preset, name = _find(text, where)
     return preset, read_settings(text, preset.make, where=where, name=name)
 
@@ -160,7 +162,7 @@ def _unknown(name: str, known: Sequence[str]) -> ValueError:
     if "," in name:
         hint = "give one cache at a time; there"
     return ValueError(
-        f"unknown cache {shown(name)}; {hint} are {', '.join(known)}, and FILE.py:NAME or module:NAME for your own"
+        f"unknown cache {short_repr(name)}; {hint} are {', '.join(known)}, and FILE.py:NAME or module:NAME for your own"
     )
 
 

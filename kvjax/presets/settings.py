@@ -26,7 +26,7 @@ from kvjax.stores import (
     Store,
     TurboQuant,
 )
-from kvjax.validation import finite_number, shown
+from kvjax.validation import finite_number, short_repr
 
 Anchors = Sequence[int] | int | str | None
 HOSTS: dict[str, Callable[..., Store]] = {"host": HostOffload, "float8": HostFloat8}
@@ -61,7 +61,8 @@ class Layers:
             several: Any = [self.anchors] if isinstance(self.anchors, int) else self.anchors
             if not hasattr(several, "__iter__"):
                 raise ValueError(
-                    f"Layers(anchors=...) must be numbers of layers, such as [2, 5, 9] or '2+5+9', got {shown(several)}"
+                    f"Layers(anchors=...) must be numbers of layers, such as [2, 5, 9] or '2+5+9', got "
+                    f"{short_repr(several)}"
                 )
             found = require_ints("Layers(anchors=...)", several, at_least=0)
             object.__setattr__(
@@ -78,7 +79,7 @@ def over_layers(name: str, layers: Layers, policy: Policy) -> PerLayer:
     """The dense layers, then layers of `policy`, some of which may select for others."""
     if not isinstance(layers, Layers):
         raise ValueError(
-            f"{name}(layers=...) must be a Layers, such as kvjax.presets.Layers(dense=2), got {shown(layers)}"
+            f"{name}(layers=...) must be a Layers, such as kvjax.presets.Layers(dense=2), got {short_repr(layers)}"
         )
     return share_selections(
         PerLayer((Full(),) * layers.dense, policy), share=layers.share, anchors=layers.anchors
@@ -101,7 +102,7 @@ def windowed(policies: PerLayer, windows: Sequence[int | None]) -> PerLayer:
     """
     if type(policies) is not PerLayer:
         raise ValueError(
-            f"windowed(policies=...) takes layers that select for themselves, got {shown(policies)}"
+            f"windowed(policies=...) takes layers that select for themselves, got {short_repr(policies)}"
         )
     own = tuple(
         policies.policy(i)

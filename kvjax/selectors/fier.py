@@ -120,6 +120,6 @@ class Fier(Selector):
     def select(
         self, ix: OneBit, q: Array, candidates: Candidates, *, logits: Logits
     ) -> Selection | PackedSelection:
-        if self.page > 1 or not candidates.fit(in_order=1, window=True):
+        if self.page > 1 or not candidates.fit(num_sorted_last=1, window=True):
             return super().select(ix, q, candidates, logits=logits)
         return ops.select_1bit(q, ix, candidates, self.group_reduce, logits=logits)

@@ -106,7 +106,7 @@ class _Boxes(Paged):
     def select(
         self, ix: Boxes, q: Array, candidates: Candidates, *, logits: Logits
     ) -> Selection | PackedSelection:
-        if not candidates.fit(in_order=1, window=True):
+        if not candidates.fit(num_sorted_last=1, window=True):
             return super().select(ix, q, candidates, logits=logits)
         scored = self.with_pending(candidates, q)
         pages = ops.select_pages(

@@ -284,7 +284,7 @@ class Paris(Selector):
         few, more tokens join them, those with the most votes, and all are selected.
         """
         if not candidates.fit(
-            in_order=0, window=False
+            num_sorted_last=0, window=False
         ):  # tokens that only fill the budget are among the reranked ones
             return super().select(ix, q, candidates, logits=logits)
         if (

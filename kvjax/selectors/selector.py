@@ -94,7 +94,7 @@ class Selector:
         Slots are those of the index, and S + w for pending token w. With several
         `candidates.steps`, q is [B, K, T*G, D] and the selection [B, K, T*H, M], each step's
         part after the previous step's. The default sorts all scores. One that overrides it may
-        select in any order, unless `candidates.in_order` asks for one, and calls the default
+        select in any order, unless `candidates.num_sorted_last` asks for one, and calls the default
         for candidates that do not `fit`. Law: it selects the tokens that the default selects.
         """
         scores = self.score_visible(ix, q, candidates, logits=logits)

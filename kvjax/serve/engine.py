@@ -100,7 +100,7 @@ from kvjax.serve.slots import (
     with_small_slots,
 )
 from kvjax.spec import require_int
-from kvjax.validation import check_alive, shown
+from kvjax.validation import check_alive, short_repr
 
 T = TypeVar("T")
 INTERRUPTED = "a step was interrupted while it changed the arrays of the engine"
@@ -1086,8 +1086,8 @@ def _drafter(model: Any, cache: Cache, speculate: str | SelfDraft) -> Drafter:
     draft = drafts.parse(speculate) if isinstance(speculate, str) else speculate
     if not isinstance(draft, SelfDraft):
         raise ValueError(
-            f"Engine(speculate=...) must be 'self' or a kvjax.SelfDraft, got {shown(draft)}: other drafts need the "
-            "text of one run"
+            f"Engine(speculate=...) must be 'self' or a kvjax.SelfDraft, got {short_repr(draft)}: other drafts need "
+            "the text of one run"
         )
     check_model_cache(model, cache, ("steps", "exact"))
     half = np.full(cache.spec.batch, cache.spec.capacity // 2, np.int32)

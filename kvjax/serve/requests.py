@@ -12,7 +12,7 @@ from kvjax.generation.loops import PAD
 from kvjax.generation.sampling import Draws
 from kvjax.generation.text import Detokenizer
 from kvjax.serve.scheduler import Stage
-from kvjax.validation import shown
+from kvjax.validation import short_repr
 
 STOPS = 16  # stop tokens that a request can have
 NOT_FINITE = "the logits of this row are not finite"
@@ -85,7 +85,7 @@ def token_ids(prompt: Any) -> np.ndarray:
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
         raise ValueError(
             "submit(prompt=...) must be a list of integer token ids, or with a checkpoint a text or chat messages; got "
-            f"{shown(prompt)}"
+            f"{short_repr(prompt)}"
         )
     return ids.astype(int)[None]
 
@@ -102,7 +102,7 @@ def check_own(verb: str, engine: Any, request: Any) -> None:
     """Raises ValueError for a request of another engine, whose slot this one would not free."""
     if not isinstance(request, Request) or request.engine is not engine:
         raise ValueError(
-            f"{verb} takes a request that `submit` of this engine returned, got {shown(request)}"
+            f"{verb} takes a request that `submit` of this engine returned, got {short_repr(request)}"
         )
 
 

@@ -34,7 +34,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from kvjax.memory import growth, shapes, to_device, to_host
 from kvjax.sharding.context import Axis
 from kvjax.spec import CacheSpec
-from kvjax.validation import parts_of, shown
+from kvjax.validation import parts_of, short_repr
 
 Axes: TypeAlias = str | tuple[str, ...] | None
 AXES = ("batch", "heads", "context")  # fields of a Placement
@@ -67,7 +67,7 @@ class Placement:
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh):
             raise ValueError(
-                f"Placement(mesh=...) must be a jax.sharding.Mesh, got {shown(self.mesh)}; make one with "
+                f"Placement(mesh=...) must be a jax.sharding.Mesh, got {short_repr(self.mesh)}; make one with "
                 'jax.make_mesh((2, 4), ("data", "model"))'
             )
         used: dict[str, str] = {}
@@ -262,13 +262,14 @@ def in_order_of_place(
     if placement is None or placement.policy_of_part(policy) is policy:
         return state
     parts = placement.parts("context")
-    turns = policy.turns(spec, parts)
+    stripes = policy.stripes_per_device(spec, parts)
     mesh = Mesh(placement.mesh.devices, placement.mesh.axis_names)
 
     def moved(leaf: Any, letters: str) -> Any:
         if "S" not in letters:
             return leaf
-        axis, dealt = letters.index("S"), (turns, parts) if back else (parts, turns)
+        axis = letters.index("S")
+        dealt = (stripes, parts) if back else (parts, stripes)
         on_host = jax.typeof(leaf).memory_space == jax.memory.Space.Host
         home = NamedSharding(
             mesh, placement.spec(letters), memory_kind="pinned_host" if on_host else None

@@ -24,7 +24,7 @@ from typing import Any
 from kvjax.policies import Policy
 from kvjax.policies.contract import unchecked
 from kvjax.spec import CacheSpec
-from kvjax.validation import check_verbs, naming_absent, shown
+from kvjax.validation import check_verbs, naming_absent, short_repr
 
 with naming_absent("kvjax.testing"):
     from kvjax.testing import (
@@ -125,7 +125,7 @@ def check_policy(
     )
     if spec is not None and not isinstance(spec, CacheSpec):
         raise ValueError(
-            f"check_policy(spec=...) must be a kvjax.CacheSpec or None, got {shown(spec)}"
+            f"check_policy(spec=...) must be a kvjax.CacheSpec or None, got {short_repr(spec)}"
         )
     names = list(FUNCTIONS) if laws is None else list(laws)
     unknown = [name for name in names if name not in FUNCTIONS]

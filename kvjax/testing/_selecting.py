@@ -107,7 +107,9 @@ def recall_grows_with_budget(policy: Policy, spec: CacheSpec) -> None:
             for b in (st.store, st.recent)
         ]
         selection = unpack(
-            wider.select(st, q, Step(Logits(q.shape[-1] ** -0.5)), in_order=st.store.slots)
+            wider.select(
+                st, q, Step(Logits(q.shape[-1] ** -0.5)), num_sorted_last=st.store.slots
+            )
         )
         return selection, mass_recall(selection, logits, jnp.concatenate(valid, axis=1))
 

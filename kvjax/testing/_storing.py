@@ -69,7 +69,7 @@ def prefill_equals_prefill_then_updates(policy: Policy, spec: CacheSpec) -> None
     steps = flush(steps)
     for name in ("evidence",) * ranks(policy) + (
         "memory",
-        "stays",
+        "pinned",
     ):  # which tell prompts from steps
         if hasattr(whole.state, name):
             whole, steps = (

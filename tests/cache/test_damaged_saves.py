@@ -31,7 +31,7 @@ import pytest
 import kvjax
 from kvjax.cache import saving
 from kvjax.cache.saving import DamagedSaveError
-from kvjax.cache.serialize import differences, told_once
+from kvjax.cache.serialize import differences, summarize
 
 SPEC = kvjax.CacheSpec(
     batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=64, dtype="float32"
@@ -565,7 +565,7 @@ def test_of_many_differences_two_are_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"again: arrays\..*; and \d+ more$") as error:
         kvjax.restore(tmp_path, empty())
     assert len(str(error.value).replace(str(tmp_path), "")) < 350
-    told = told_once(
+    told = summarize(
         differences({"a": "long " * 1000, "kind": "x" * 999}, {"a": 5, "kind": "y"})
     )
     assert sum(map(len, told)) < 200

@@ -19,13 +19,13 @@ from kvjax.evictors import (
     Evictor,
     ExpectedAttention,
     HeavyHitter,
-    Held,
     KeyDiff,
     KeyNorm,
     Lag,
     Random,
     Redundancy,
     Sliding,
+    Tokens,
     Trigonometric,
     ValueWeighted,
 )
@@ -213,7 +213,9 @@ def test_worth_is_that_of_the_paper(rule: str, kind: str) -> None:
             )
         evidence = evictor.see_tokens(*rest[1:])
         evidence = rest[0] if evidence is None else evidence
-        return evictor.judge(Held(evidence, position, jnp.array([100]), 60, *rest[1:], memory))
+        return evictor.score_all(
+            Tokens(evidence, position, jnp.array([100]), 60, *rest[1:], memory)
+        )
 
     batch = (np.moveaxis(q, 0, 2), position, score, keys, values)
     got = np.asarray(
@@ -246,11 +248,11 @@ def test_criticalkv_differs_from_vatp_where_a_token_has_much_attention_and_a_sma
         jnp.array([1.0, 0.01, 1.0, 1.0, 1.0, 1.0]),
     )
     v = jnp.broadcast_to(sizes[None, None, :, None], (1, 1, 6, 4))
-    held = Held(score, 20 + jnp.arange(6)[None, None], jnp.array([26]), 5, v, v, None)
+    held = Tokens(score, 20 + jnp.arange(6)[None, None], jnp.array([26]), 5, v, v, None)
 
-    def evicted(held: Held) -> tuple[int, ...]:
+    def evicted(held: Tokens) -> tuple[int, ...]:
         return tuple(
-            int(jnp.argmin(RULES[rule][0].judge(held))) for rule in ("vatp", "criticalkv")
+            int(jnp.argmin(RULES[rule][0].score_all(held))) for rule in ("vatp", "criticalkv")
         )
 
     assert evicted(held) == (1, 5)
@@ -267,7 +269,7 @@ def test_random_keeps_a_uniform_sample_of_all_tokens_or_of_the_held_ones() -> No
     def run(evictor: Random) -> jax.Array:
         def step(held: jax.Array, t: jax.Array) -> tuple[jax.Array, None]:
             line = jnp.concatenate([held, jnp.broadcast_to(t, (1, heads, 1))], axis=2)
-            worth = jnp.where(line < 0, -1.0, evictor.worth(None, line, t[None], slots))
+            worth = jnp.where(line < 0, -1.0, evictor.score(None, line, t[None], slots))
             gone = jnp.argmin(worth, axis=-1, keepdims=True)
             keep = jnp.argsort(jnp.arange(slots + 1)[None, None] == gone, axis=-1, stable=True)[
                 ..., :slots

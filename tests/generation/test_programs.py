@@ -15,7 +15,7 @@ from kvjax.generation.prefilling import CPU_CHUNKS, GPU_CHUNKS, cut
 from kvjax.generation.processors import Processors
 from kvjax.generation.prompt_inputs import pad_prompt, stop_array
 from kvjax.generation.sampling import sampling
-from kvjax.generation.streaming import stand_in
+from kvjax.generation.streaming import abstract_cache
 from kvjax.memory import on_host
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.spec import round_capacity
@@ -278,7 +278,7 @@ def test_programs_that_compiled_ahead_for_shapes_are_those_that_run(model, polic
     }
     settings["processors"] = Processors(repetition_penalty=1.1 if model is DEEP else 1.0)
     chosen = {name: value for name, value in settings.items() if name != "key"}
-    known = stand_in(
+    known = abstract_cache(
         lambda: kvjax.init(
             policy, model.spec(batch=1, capacity=288), layers=model.config.layers
         )
@@ -334,7 +334,7 @@ def test_a_short_answer_compiles_one_layer_of_each_kind_and_is_the_same(
     cache = empty()
     assert not cache.length.any()
     for compile_one in kvjax.generation.compile_ahead(
-        shapes, stand_in(empty) or cache, 50, short=True, **chosen
+        shapes, abstract_cache(empty) or cache, 50, short=True, **chosen
     ):
         compile_one()
     waits = []

@@ -93,7 +93,7 @@ class KeyNorm(kvjax.Evictor):
     def see_tokens(self, k: Array, v: Array) -> Array:
         return -key_squares(k)
 
-    def worth(self, evidence, position, end, slots):
+    def score(self, evidence, position, end, slots):
         return evidence
 
 

@@ -253,7 +253,7 @@ def test_a_step_chooses_of_all_pools_and_lengths_what_select_ranks_highest(group
         found = []
         for window in (None, 40):
             by = Step(Logits(0.25), window)
-            ranked = policy.select(st, q, by, in_order=st.store.slots)
+            ranked = policy.select(st, q, by, num_sorted_last=st.store.slots)
             found.append((policy.attend(st, q, by)[2].selection, ranked))
         return found
 

@@ -218,8 +218,8 @@ class BrokenRetrieval(Retrieval):
             )
         return st
 
-    def select(self, st, q, step, *, in_order=0):
-        good = super().select(st, q, step, in_order=in_order)
+    def select(self, st, q, step, *, num_sorted_last=0):
+        good = super().select(st, q, step, num_sorted_last=num_sorted_last)
         if self.fault == "selects other tokens at each budget":
             return good._replace(slots=(good.slots + 3 * self.budget) % st.store.slots)
         return good
@@ -259,8 +259,8 @@ class BrokenEvicting(Evicting):
 class EvictsTheNewest(Sliding):
     """A Sliding whose newest token is the first to go."""
 
-    def worth(self, evidence, position, length, slots):
-        return -super().worth(evidence, position, length, slots)
+    def score(self, evidence, position, length, slots):
+        return -super().score(evidence, position, length, slots)
 
 
 def _base(cls: type, **changes: Any) -> Any:

@@ -55,7 +55,7 @@ class FusedHalves(Halves):
 
     def select(self, ix: Array, q: Array, among: Any, *, logits: Logits) -> Any:
         CALLS.append("select")
-        if not among.fit(in_order=1, window=True):
+        if not among.fit(num_sorted_last=1, window=True):
             return super().select(ix, q, among, logits=logits)
         best = ops.select_top(
             self.score(ix, q, logits=logits), q, among, self.group_reduce, unit=1, logits=logits
@@ -188,7 +188,7 @@ class KeyNorm(kvjax.Evictor):
     def see_tokens(self, k: Array, v: Array) -> Array:
         return -jnp.linalg.norm(k.astype(jnp.float32), axis=-1)
 
-    def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
+    def score(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
         assert evidence is not None
         return evidence
 

@@ -549,7 +549,9 @@ def test_selection_scale_is_that_of_the_group_s_softmax_alone() -> None:
 
     @partial(jax.jit, static_argnames="scale")
     def select(st: Any, scale: float) -> Any:
-        return PAGES.select(st, q, kvjax.Step(kvjax.Logits(scale)), in_order=st.store.slots)  # type: ignore[arg-type]
+        return PAGES.select(
+            st, q, kvjax.Step(kvjax.Logits(scale)), num_sorted_last=st.store.slots
+        )  # type: ignore[arg-type]
 
     def read(scale: float) -> list[set[int]]:
         found = select(twin.state, scale)

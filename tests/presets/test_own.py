@@ -43,7 +43,7 @@ class MeanKey(kvjax.Selector):
 
 @dataclass(frozen=True)
 class Oldest(kvjax.Evictor):
-    def worth(self, evidence, position, end, slots):
+    def score(self, evidence, position, end, slots):
         return -position.astype(jnp.float32)
 
 

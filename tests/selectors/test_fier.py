@@ -22,7 +22,7 @@ from tests.oracles import agrees, fier_scores, pooled
 def select(policy: Retrieval, st: kvjax.ZonedState, q: jax.Array) -> kvjax.Selection:
     step = kvjax.Step(kvjax.Logits(q.shape[-1] ** -0.5))
     return policy.select(
-        st, group_queries(q, st.recent.k.shape[1]), step, in_order=st.store.slots
+        st, group_queries(q, st.recent.k.shape[1]), step, num_sorted_last=st.store.slots
     )
 
 
@@ -223,10 +223,10 @@ def test_equals_full_attention_over_200_steps_that_cross_flushes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("in_order", "window", "fused"), [(0, None, True), (1, 64, True), (2, None, False)]
+    ("num_sorted_last", "window", "fused"), [(0, None, True), (1, 64, True), (2, None, False)]
 )
 def test_one_operation_scores_and_selects_unless_more_than_one_unit_is_to_be_in_order(
-    in_order: int, window: int | None, fused: bool
+    num_sorted_last: int, window: int | None, fused: bool
 ) -> None:
     spec, at = (
         CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=64, dtype=jnp.float32),
@@ -240,7 +240,7 @@ def test_one_operation_scores_and_selects_unless_more_than_one_unit_is_to_be_in_
         k_max=5,
         pending_slots=8,
         window=window,
-        in_order=in_order,
+        num_sorted_last=num_sorted_last,
     )
     selector = Fier(group=16)
     found = jax.eval_shape(

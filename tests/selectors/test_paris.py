@@ -239,7 +239,7 @@ def test_a_step_chooses_what_select_ranks_highest(
         return [
             (
                 policy.attend(state, q, by)[2].selection,
-                policy.select(state, q, by, in_order=most),
+                policy.select(state, q, by, num_sorted_last=most),
             )
             for by in steps
         ]

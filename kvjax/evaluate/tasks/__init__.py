@@ -10,7 +10,7 @@ from typing import Any
 from kvjax.evaluate.tasks.protocol import Example, Task
 from kvjax.presets.loading import FILE, announced, load, load_announced, reference
 from kvjax.presets.parsing import arguments_of, read_settings, settings_of
-from kvjax.validation import check_verbs, nearest, shown
+from kvjax.validation import check_verbs, nearest, short_repr
 
 __all__ = ["Example", "Task", "check_task", "make_tasks"]
 
@@ -143,7 +143,7 @@ def _called(where: str, make: Any, settings: Mapping[str, Any]) -> Task:
     except ValueError:
         raise
     except Exception as error:
-        called = ", ".join(f"{name}={shown(value)}" for name, value in settings.items())
+        called = ", ".join(f"{name}={short_repr(value)}" for name, value in settings.items())
         raise ValueError(
             f"{where}({called}) raised {type(error).__name__}: {error}; its traceback is that of this error's cause"
         ) from error
