@@ -121,7 +121,7 @@ def test_rows_that_share_a_prefix_take_both(name):
     row = new_cache(policy, dataclasses.replace(spec, batch=1))
     row = run(row, *(a[:1, :120] for a in tokens), **how)[1]
     shared, apart = (
-        kvjax.serve.prefixes.fork(row, spec.batch, new_tokens=8),
+        kvjax.serve.prefixes.share_prefix(row, spec.batch, new_tokens=8),
         kvjax.take_rows(row, [0] * spec.batch),
     )
     for verb, step in ((run, slice(120, 121)), (steps, slice(121, 124))):

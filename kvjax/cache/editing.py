@@ -152,8 +152,8 @@ def insert(cache: C, prefix: C, row: int | Array) -> C:
         )
     ):
         raise ValueError(
-            "insert takes rows of their own, and the rows of this cache share prefixes; use kvjax.serve.prefixes.seat, "
-            "which also says which prefix the row has"
+            "insert takes rows of their own, and the rows of this cache share prefixes; use "
+            "kvjax.serve.prefixes.assign_slot, which also says which prefix the row has"
         )
     own, given = layers_of(cache)[0].placement, layers_of(prefix)[0].placement
     if own is not None:

@@ -1,14 +1,14 @@
 """Caches whose rows share prefixes: n answers to one prompt store the prompt once.
 
-    cache = prefixes.fork(row, 8, new_tokens=1024)      # row: a cache of one row that holds the
-    prompt
+    # row: a cache of one row that holds the prompt
+    cache = prefixes.share_prefix(row, 8, new_tokens=1024)
 
 The history of `row`, nearly all of a long prompt, becomes a prefix that is stored once; the
 sink and the recent block are copied for each of the n rows. The rows go on as n copies of `row`
 would (`kvjax.take_rows`), and outputs differ only by the rounding of a sum in two parts.
 
-A cache for several prefixes is made by `prefixed_like`; `seat` puts a row into it, and
-`unshared` takes one out.
+A cache for several prefixes is made by `prefixed_like`; `assign_slot` puts a row into it, and
+`without_prefix` takes one out.
 
 `kvjax.rollback`, `kvjax.take_rows`, `kvjax.grow` and `kvjax.save` treat rows with prefixes like
 others, and store a prefix once. `kvjax.insert` and `kvjax.truncate` raise errors that name what
@@ -53,42 +53,43 @@ history to share.
 """
 
 
-def fork(row: C, rows: int, *, new_tokens: int) -> C:
+def share_prefix(row: C, rows: int, *, new_tokens: int) -> C:
     """A cache of n rows that continue one row, whose history they share; each can take
     `new_tokens` more tokens.
 
     Args:
       row: a cache of one row: a prompt that was read, `kvjax.take_rows(cache, [i])`, or
-        `unshared(cache, i)`. It stays as it is.
+        `without_prefix(cache, i)`. It stays as it is.
 
     >>> import jax.numpy as jnp, kvjax
     >>> spec = kvjax.CacheSpec(batch=1, q_heads=1, kv_heads=1, head_dim=8, capacity=4096, dtype="float32")
     >>> _, row = kvjax.prefill(kvjax.init_layer(kvjax.Full(), spec), *[jnp.ones((1, 4000, 1, 8))] * 3)
-    >>> cache = fork(row, 8, new_tokens=64)
+    >>> cache = share_prefix(row, 8, new_tokens=64)
     >>> cache.length.tolist()[:2], cache.nbytes.device / row.nbytes.device < 1.5
     ([4000, 4000], True)
 
     Raises:
       ValueError: more than one row; a policy whose rows cannot share a prefix: see `prefixed`.
     """
-    check_cache("fork(row=...)", row)
-    rows = require_int("fork(rows=...)", rows, at_least=1)
-    new_tokens = require_int("fork(new_tokens=...)", new_tokens, at_least=1)
+    check_cache("share_prefix(row=...)", row)
+    rows = require_int("share_prefix(rows=...)", rows, at_least=1)
+    new_tokens = require_int("share_prefix(new_tokens=...)", new_tokens, at_least=1)
     if row.spec.batch != 1:
         raise ValueError(
-            f"fork takes a cache of one row, got {row.spec.batch}; take one with kvjax.take_rows(cache, [i])"
+            f"share_prefix takes a cache of one row, got {row.spec.batch}; take one with kvjax.take_rows(cache, [i])"
         )
     row = alone(row)
     layers: Any = layers_of(row)  # their policies have zones
+
+    # The prefix of a layer is all of its history; a row needs room for the rest.
     counts = [int(on_host(layer.state.store.count)[0]) for layer in layers]
-    needed = int(on_host(row.length)[0]) - min(counts) + new_tokens
-    spec = dataclasses.replace(row.spec, batch=rows, capacity=needed)
-    sizes = [
-        max(count, layer.policy.demote.leave)
+    rest = int(on_host(row.length)[0]) - min(counts)
+    spec = dataclasses.replace(row.spec, batch=rows, capacity=rest + new_tokens)
+    policies = [
+        prefixed(layer.policy, max(count, layer.policy.demote.leave))
         for count, layer in zip(counts, layers, strict=True)
     ]
-    policies = [prefixed(layer.policy, size) for size, layer in zip(sizes, layers, strict=True)]
-    return _fork(_made_like(row, policies, spec), row)
+    return _fill_slots(_made_like(row, policies, spec), row)
 
 
 def prefixed(
@@ -150,7 +151,7 @@ def alone(cache: C) -> C:
     return with_layers(cache, [of(layer) for layer in layers_of(cache)])
 
 
-def seat(
+def assign_slot(
     cache: C, row: C, slot: ArrayLike, *, prefix: ArrayLike, shared: ArrayLike, store: bool
 ) -> C:
     """`cache` with row `slot` replaced by `row`, whose first tokens are prefix number `prefix`.
@@ -165,28 +166,56 @@ def seat(
         the stored one, which must be that of a row with the same first `shared` tokens. With
         prefix=-1 and False, the row shares nothing.
     """
-    pairs = zip(layers_of(cache), layers_of(row), strict=True)
-    seated = with_layers(cache, [_seat(*pair, slot, prefix, shared, store) for pair in pairs])
+    filled = with_layers(
+        cache,
+        [
+            _assign_slot(layer, own, slot, prefix, shared, store)
+            for layer, own in zip(layers_of(cache), layers_of(row), strict=True)
+        ],
+    )
     if not isinstance(cache, Cache) or cache.rotated_for is None:
-        return seated
+        return filled
     one: Any = row
     rotated = lax.dynamic_update_slice_in_dim(cache.rotated_for, one.rotated_for, slot, 0)
-    return dataclasses.replace(seated, rotated_for=rotated)
+    return dataclasses.replace(filled, rotated_for=rotated)
 
 
-def unshared(cache: C, row: ArrayLike, *, capacity: int | None = None) -> C:
+def without_prefix(cache: C, row: ArrayLike, *, capacity: int | None = None) -> C:
     """A copy of row `row` as a cache of one row that shares nothing, with the policies that
     `alone` gives.
 
     Its `capacity` is by default that of the cache and its longest prefix together.
     """
-    check_cache("unshared", cache)
+    check_cache("without_prefix", cache)
     layers: Any = layers_of(cache)
     longest = max(layer.state.store.shared.value.slots for layer in layers)
     return _take_out(cache, row, capacity or cache.spec.capacity + longest)
 
 
-# ------------------------------------------------------------------------------------------------------- one layer
+@partial(jax.jit, static_argnums=2, inline=True)
+def _take_out(cache: Any, row: Array, capacity: int) -> Any:
+    spec = dataclasses.replace(cache.spec, batch=1, capacity=capacity)
+    layers = [_without_prefix(layer, spec, row) for layer in layers_of(cache)]
+    taken = with_layers(cache, layers)
+    if not isinstance(cache, Cache) or cache.rotated_for is None:
+        return taken
+    rotated = lax.dynamic_slice_in_dim(cache.rotated_for, row, 1)
+    return dataclasses.replace(taken, rotated_for=rotated)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _fill_slots(cache: Any, row: Any) -> Any:
+    """`row` in all slots; the first one stores the prefix."""
+    most = jnp.int32(2**31 - 1)
+    cache = assign_slot(cache, row, 0, prefix=0, shared=most, store=True)
+
+    def one(slot: Array, cache: Any) -> Any:
+        return assign_slot(cache, row, slot, prefix=0, shared=most, store=False)
+
+    return lax.fori_loop(1, cache.spec.batch, one, cache)
+
+
+# ------------------------------------------------------------------ one layer
 
 
 def _alone(policy: Policy) -> Any:
@@ -206,119 +235,130 @@ def _alone(policy: Policy) -> Any:
     if isinstance(policy, Full):
         return FULL
     if isinstance(policy, Retrieval):
-        policy = dataclasses.replace(policy, dense_capacity=0)
+        return dataclasses.replace(policy, dense_capacity=0)
     return policy
 
 
-@partial(jax.jit, static_argnums=2, inline=True)
-def _take_out(cache: Any, row: Array, capacity: int) -> Any:
-    spec = dataclasses.replace(cache.spec, batch=1, capacity=capacity)
-    found = with_layers(cache, [_unshared(layer, spec, row) for layer in layers_of(cache)])
-    if isinstance(cache, Cache) and cache.rotated_for is not None:
-        return dataclasses.replace(
-            found, rotated_for=lax.dynamic_slice_in_dim(cache.rotated_for, row, 1)
-        )
-    return found
-
-
-@partial(jax.jit, donate_argnums=0)
-def _fork(cache: Any, row: Any) -> Any:
-    most = jnp.int32(2**31 - 1)
-    cache = seat(cache, row, 0, prefix=0, shared=most, store=True)
-
-    def one(i: Array, cache: Any) -> Any:
-        return seat(cache, row, i, prefix=0, shared=most, store=False)
-
-    return lax.fori_loop(1, cache.spec.batch, one, cache)
-
-
-def _seat(
+def _assign_slot(
     layer: LayerCache, row: LayerCache, slot: Any, prefix: Any, shared: Any, store: bool
 ) -> LayerCache:
+    """`assign_slot` of one layer."""
     policy: Any = layer.policy
-    st, one = layer.state, row.state
-    stay, leave = len(policy.demote.staying(policy.local)), policy.demote.leave
+    st = layer.state
+    one = row.state
+
+    # Tokens of the row that its prefix has: whole chunks of its history.
+    stay = len(policy.demote.staying(policy.local))
+    leave = policy.demote.leave
     most = jnp.minimum(one.store.count, policy.store.tokens) // leave
     chunks = jnp.clip((shared - policy.sink - stay) // leave, 0, most)
     base = jnp.where(prefix < 0, 0, chunks * leave)  # i32[1]
 
-    def put(whole: Any, new: Any, at: Any = slot) -> Any:
-        def one(a: Array, b: Array) -> Array:
-            b = move_to(b.astype(a.dtype), host=in_host_memory(a))
-            return lax.dynamic_update_slice_in_dim(a, b, at, axis=0)
-
-        return jax.tree.map(one, whole, new)
-
-    def moved(part: Any, held: Any, single: Any) -> Any:
-        """`held`, a PrefixedBlock or PrefixedIndex, with the row's part of the history in the
-        slot.
-        """
-        axes, shared = slot_axes(part, layer.spec), held.shared.value
-        mine, early = (
-            _cut(single, axes, base[0], own_slots),
-            _cut(single, axes, 0, policy.store.tokens, base[0]),
-        )
-        if isinstance(held, PrefixedBlock):
-            mine = dataclasses.replace(mine, count=single.count - base)
-            early = dataclasses.replace(early, count=base)
-        return dataclasses.replace(
-            held,
-            prefix=put(held.prefix, jnp.full(1, prefix, jnp.int32)),
-            base=put(held.base, base),
-            own=put(held.own, mine),
-            shared=Shared(put(shared, early, jnp.maximum(prefix, 0)) if store else shared),
-        )
-
-    own_slots, index = st.store.own.slots, st.index
+    # The sink and the recent block are the row's own; so is the rest of its history.
+    history = partial(_assign_history, layer, base=base, slot=slot, prefix=prefix, store=store)
+    index = st.index
     if isinstance(policy, Retrieval):
-        index = moved(policy.selector.selector, st.index, one.index)  # type: ignore[attr-defined]
+        selector: Any = policy.selector
+        index = history(selector.selector, st.index, one.index)
+    own_slots = st.store.own.slots
+    too_many = one.store.count - base > own_slots
     state = dataclasses.replace(
         st,
-        sink=put(st.sink, one.sink),
-        store=moved(policy.store.store, st.store, one.store),
+        sink=_put(st.sink, one.sink, slot),
+        store=history(policy.store.store, st.store, one.store),
         index=index,
-        recent=put(st.recent, one.recent),
-        overflow=put(st.overflow, one.overflow | (one.store.count - base > own_slots)),
+        recent=_put(st.recent, one.recent, slot),
+        overflow=_put(st.overflow, one.overflow | too_many, slot),
     )
     return dataclasses.replace(layer, state=state)
 
 
-def _unshared(layer: LayerCache, spec: CacheSpec, row: Any) -> LayerCache:
+def _assign_history(
+    layer: LayerCache,
+    part: Any,
+    held: Any,
+    row: Any,
+    *,
+    base: Array,
+    slot: Any,
+    prefix: Any,
+    store: bool,
+) -> Any:
+    """`held`, a PrefixedBlock or PrefixedIndex of `part`, with the history of a row: its first
+    `base` i32[1] tokens are those of the prefix, and the slot gets the others.
+    """
+    axes = slot_axes(part, layer.spec)
+    policy: Any = layer.policy
+    own_slots = layer.state.store.own.slots
+    own = _cut(row, axes, base[0], own_slots)
+    early = _cut(row, axes, 0, policy.store.tokens, base[0])
+    if isinstance(held, PrefixedBlock):
+        own = dataclasses.replace(own, count=row.count - base)
+        early = dataclasses.replace(early, count=base)
+    stored = held.shared.value
+    if store:
+        stored = _put(stored, early, jnp.maximum(prefix, 0))
+    return dataclasses.replace(
+        held,
+        prefix=_put(held.prefix, jnp.full(1, prefix, jnp.int32), slot),
+        base=_put(held.base, base, slot),
+        own=_put(held.own, own, slot),
+        shared=Shared(stored),
+    )
+
+
+def _without_prefix(layer: LayerCache, spec: CacheSpec, row: Any) -> LayerCache:
+    """`without_prefix` of one layer."""
     policy = _alone(layer.policy)
-    st, new = layer.state, policy.init(spec)
+    st = layer.state
+    new = policy.init(spec)
+    slots = new.store.slots
+    whole = partial(_whole_history, layer, row=row, slots=slots)
 
-    def take(tree: Any, at: Any = row) -> Any:
-        return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, at, 1), tree)
-
-    def whole(part: Any, held: Any, slots: int) -> Any:
-        axes = slot_axes(part, layer.spec)
-        base = lax.dynamic_slice_in_dim(held.base, row, 1)[0]
-        early = take(
-            held.shared.value, jnp.maximum(lax.dynamic_slice_in_dim(held.prefix, row, 1)[0], 0)
-        )
-        both = _paste(
-            _cut(early, axes, 0, slots + st.store.own.slots), take(held.own), axes, base
-        )
-        return _cut(both, axes, 0, slots)
-
-    store = dataclasses.replace(
-        whole(policy.store, st.store, new.store.slots), count=take(st.store.count)
-    )
+    count = _take(st.store.count, row)
+    store = dataclasses.replace(whole(policy.store, st.store), count=count)
     store = jax.tree.map(lambda a, b: move_to(b, host=in_host_memory(a)), new.store, store)
-    index = (
-        whole(policy.selector, st.index, new.store.slots)
-        if isinstance(policy, Retrieval)
-        else st.index
-    )
+    index = st.index
+    if isinstance(policy, Retrieval):
+        index = whole(policy.selector, st.index)
     state = dataclasses.replace(
         new,
-        sink=take(st.sink),
+        sink=_take(st.sink, row),
         store=store,
         index=index,
-        recent=take(st.recent),
-        overflow=take(st.overflow),
+        recent=_take(st.recent, row),
+        overflow=_take(st.overflow, row),
     )
     return LayerCache(state, policy, spec)
+
+
+def _whole_history(layer: LayerCache, part: Any, held: Any, *, row: Any, slots: int) -> Any:
+    """The history of a row in `slots` slots: that of its prefix, and its own after it."""
+    axes = slot_axes(part, layer.spec)
+    base = _take(held.base, row)[0]
+    prefix = jnp.maximum(_take(held.prefix, row)[0], 0)
+    early = _take(held.shared.value, prefix)
+    room = slots + layer.state.store.own.slots
+    both = _paste(_cut(early, axes, 0, room), _take(held.own, row), axes, base)
+    return _cut(both, axes, 0, slots)
+
+
+# ------------------------------------------------------------------ arrays
+
+
+def _put(whole: Any, new: Any, at: Any) -> Any:
+    """`whole` with row `at` of each array replaced."""
+
+    def put(a: Array, b: Array) -> Array:
+        b = move_to(b.astype(a.dtype), host=in_host_memory(a))
+        return lax.dynamic_update_slice_in_dim(a, b, at, axis=0)
+
+    return jax.tree.map(put, whole, new)
+
+
+def _take(tree: Any, at: Any) -> Any:
+    """Row `at` of each array, as an array of one row."""
+    return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, at, 1), tree)
 
 
 def _cut(tree: Any, axes: Any, start: Any, slots: int, end: Any = None) -> Any:
@@ -329,20 +369,18 @@ def _cut(tree: Any, axes: Any, start: Any, slots: int, end: Any = None) -> Any:
     def cut(a: Array, at: SlotAxis | None) -> Array:
         if at is None:
             return a
-        a, size = move_to(a, host=False), at.entries(slots)
+        a = move_to(a, host=False)
+        size = at.entries(slots)
         if not isinstance(start, int) or size > a.shape[at.axis]:
             a = jnp.pad(a, [(0, size if i == at.axis else 0) for i in range(a.ndim)])
         a = lax.dynamic_slice_in_dim(a, at.entries(start), size, at.axis)
         if end is None:
             return a
-        return jnp.where(
-            lax.broadcasted_iota(jnp.int32, a.shape, at.axis) < at.entries(end),
-            a,
-            jnp.zeros_like(a),
-        )
+        place = lax.broadcasted_iota(jnp.int32, a.shape, at.axis)
+        return jnp.where(place < at.entries(end), a, jnp.zeros_like(a))
 
-    leaves, tree = jax.tree.flatten(tree)
-    return jax.tree.unflatten(tree, [cut(*pair) for pair in zip(leaves, axes, strict=True)])
+    leaves, treedef = jax.tree.flatten(tree)
+    return jax.tree.unflatten(treedef, map(cut, leaves, axes))
 
 
 def _paste(tree: Any, piece: Any, axes: Any, start: Any) -> Any:
@@ -351,17 +389,15 @@ def _paste(tree: Any, piece: Any, axes: Any, start: Any) -> Any:
     def paste(a: Array, b: Array, at: SlotAxis | None) -> Array:
         if at is None:
             return a
-        return lax.dynamic_update_slice_in_dim(
-            a, move_to(b, host=False), at.entries(start), at.axis
-        )
+        b = move_to(b, host=False)
+        return lax.dynamic_update_slice_in_dim(a, b, at.entries(start), at.axis)
 
-    (leaves, tree), news = jax.tree.flatten(tree), jax.tree.leaves(piece)
-    return jax.tree.unflatten(
-        tree, [paste(*three) for three in zip(leaves, news, axes, strict=True)]
-    )
+    leaves, treedef = jax.tree.flatten(tree)
+    return jax.tree.unflatten(treedef, map(paste, leaves, jax.tree.leaves(piece), axes))
 
 
 def _made_like(cache: Any, policies: list[Policy], spec: CacheSpec) -> Any:
+    """An empty cache of other policies and another spec; a layer cache if `cache` is one."""
     if layers_of(cache)[0].placement is not None:
         raise ValueError(
             "rows that share prefixes have no placement yet; make the cache on one device"
@@ -369,8 +405,5 @@ def _made_like(cache: Any, policies: list[Policy], spec: CacheSpec) -> Any:
     made = [init_layer(policy, spec) for policy in policies]
     if not isinstance(cache, Cache):
         return made[0]
-    return commit_together(
-        Cache(
-            tuple(made), None if cache.rotated_for is None else jnp.zeros(spec.batch, jnp.int32)
-        )
-    )
+    rotated = None if cache.rotated_for is None else jnp.zeros(spec.batch, jnp.int32)
+    return commit_together(Cache(tuple(made), rotated))

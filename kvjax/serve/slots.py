@@ -27,7 +27,7 @@ from kvjax.generation.sampling import Draws
 from kvjax.memory import commit_together, has_host_memory, in_host_memory, on_host
 from kvjax.policies import Recurrent
 from kvjax.policies.per_row import PerRow, PerRowState
-from kvjax.serve.prefixes import alone, seat, unshared
+from kvjax.serve.prefixes import alone, assign_slot, without_prefix
 from kvjax.serve.requests import STOPS
 from kvjax.serve.scheduler import LONGEST
 from kvjax.spec import CacheSpec, require_int
@@ -226,7 +226,7 @@ def _put(
     active = lax.dynamic_update_slice_in_dim(active, jnp.ones(1, bool), slot.index, axis=0)
     if prefix is not None:
         number, tokens = prefix
-        whole = seat(cache, row, slot.index, prefix=number, shared=tokens, store=store)
+        whole = assign_slot(cache, row, slot.index, prefix=number, shared=tokens, store=store)
         return whole, logits, active
     if not isinstance(cache.layers[0].policy, PerRow):
         return insert(cache, row, slot.index), logits, active
@@ -268,7 +268,7 @@ def row_of(cache: Cache, slot: Slot, spec: CacheSpec) -> Cache:
             f"no row can be taken out of slots that devices share, {cache.placement}; split heads alone"
         )
     if isinstance(getattr(policy, "store", None), Prefixed):
-        return unshared(cache, slot.index, capacity=spec.capacity)
+        return without_prefix(cache, slot.index, capacity=spec.capacity)
     return take_rows(cache, slot.index[None])
 
 

@@ -177,5 +177,5 @@ class Prefixed(Sharing, Wrapper):
     def truncate(self, st: PrefixedBlock, count: Array) -> PrefixedBlock:
         raise ValueError(
             "truncate would cut a prefix that other rows share; kvjax.rollback takes back a row's newest tokens, and "
-            "kvjax.serve.prefixes.unshared(cache, row) gives a row of its own, which truncate takes"
+            "kvjax.serve.prefixes.without_prefix(cache, row) gives a row of its own, which truncate takes"
         )

@@ -73,7 +73,7 @@ def test_values_of_another_size_than_keys_share_a_prefix(name):
         POLICIES[name], dataclasses.replace(SPEC, capacity=160, value_dim=8)
     )
     row = prefill(empty, q, k, v[..., :8])[1]
-    copies, forked = kvjax.take_rows(row, [0] * 3), prefixes.fork(row, 3, new_tokens=9)
+    copies, forked = kvjax.take_rows(row, [0] * 3), prefixes.share_prefix(row, 3, new_tokens=9)
     for i in range(9):
         q, k, v = tokens(3, 1, 10 * i)
         want, copies, _ = step(copies, q, k, v[..., :8])
@@ -109,7 +109,7 @@ def test_rows_of_a_fork_continue_as_copies(name, window):
     row = read(POLICIES[name], 77)
     copies, forked = (
         kvjax.take_rows(prefixes.alone(row), [0] * 3),
-        prefixes.fork(row, 3, new_tokens=60),
+        prefixes.share_prefix(row, 3, new_tokens=60),
     )
     assert forked.length.tolist() == [77] * 3
     q, k, v = tokens(3, 7, 5)
@@ -153,16 +153,16 @@ def test_several_prefixes_in_one_batch(name):
         (4, third, -1, False),
         (2, second, 0, False),
     ]
-    seat = jax.jit(prefixes.seat, static_argnames="store")
+    assign_slot = jax.jit(prefixes.assign_slot, static_argnames="store")
 
     def whole(layer):
         return kvjax.Cache((layer,))
 
     rows = [None] * 5
     for slot, row, prefix, store in seats:
-        cache = seat(cache, whole(row), slot, prefix=prefix, shared=1000, store=store)
+        cache = assign_slot(cache, whole(row), slot, prefix=prefix, shared=1000, store=store)
         rows[slot] = row
-    cache = seat(cache, whole(third), 3, prefix=1, shared=1000, store=True)
+    cache = assign_slot(cache, whole(third), 3, prefix=1, shared=1000, store=True)
     rows[3] = third
     assert cache.length.tolist() == [int(row.length[0]) for row in rows]
     q, k, v = tokens(5, 1, 40)
@@ -170,7 +170,7 @@ def test_several_prefixes_in_one_batch(name):
     for i, row in enumerate(rows):
         want, _, _ = step(row, q[i : i + 1], k[i : i + 1], v[i : i + 1])
         np.testing.assert_allclose(got[i], want[0], atol=2e-5)
-    taken = prefixes.unshared(layer, 1)
+    taken = prefixes.without_prefix(layer, 1)
     got, _, _ = step(taken, q[:1], k[:1], v[:1])
     want, _, _ = step(step(rows[1], q[1:2], k[1:2], v[1:2])[1], q[:1], k[:1], v[:1])
     np.testing.assert_allclose(got, want, atol=2e-5)
@@ -187,9 +187,9 @@ def test_what_a_row_has_after_its_prefix_changes_no_sharer(name):
     first, second = (prefixes.alone(prefill(empty, *qkv)[1]) for qkv in (poisoned, clean))
     cache = kvjax.init(policy, dataclasses.replace(SPEC, batch=6, capacity=112), layers=1)
     cache = prefixes.prefixed_like(cache, 64, prefixes=1)
-    seat = jax.jit(prefixes.seat, static_argnames="store")
+    assign_slot = jax.jit(prefixes.assign_slot, static_argnames="store")
     for slot, row, store in ((0, first, True), (1, second, False)):
-        cache = seat(cache, kvjax.Cache((row,)), slot, prefix=0, shared=60, store=store)
+        cache = assign_slot(cache, kvjax.Cache((row,)), slot, prefix=0, shared=60, store=store)
     q, k, v = tokens(6, 1, 40)
     got = step(cache.layers[0], q, k, v)[0][1]
     np.testing.assert_allclose(got, step(second, q[1:2], k[1:2], v[1:2])[0][0], atol=2e-5)
@@ -200,7 +200,7 @@ def test_a_selection_reads_the_prefix_as_a_whole_where_that_is_less(sharers):
     """24 rows that select 14 of 64 tokens each read the prefix; 2 rows gather."""
     row = prefixes.alone(read(FIER, 77))
     forked, copies = (
-        prefixes.fork(row, sharers, new_tokens=8),
+        prefixes.share_prefix(row, sharers, new_tokens=8),
         kvjax.take_rows(row, [0] * sharers),
     )
     q, k, v = tokens(sharers, 1, 5)
@@ -221,7 +221,7 @@ def test_a_prompt_is_stored_once_for_its_answers(name):
 
 def test_rows_of_a_fork_are_taken_rolled_back_grown_and_taken_out():
     row = read(FIER, 77)
-    forked = prefixes.fork(row, 3, new_tokens=40)
+    forked = prefixes.share_prefix(row, 3, new_tokens=40)
     q, k, v = tokens(3, 4, 5)
     longer = decode(forked, q, k, v)[1]
     back = kvjax.rollback(longer, [77, 77, 77])
@@ -236,7 +236,7 @@ def test_rows_of_a_fork_are_taken_rolled_back_grown_and_taken_out():
         kvjax.truncate(forked, [3, 3, 3])
     with pytest.raises(ValueError, match="rows of this cache share prefixes"):
         kvjax.insert(forked, kvjax.take_rows(forked, [0]), 1)
-    taken = prefixes.unshared(longer, 2)
+    taken = prefixes.without_prefix(longer, 2)
     shorter = kvjax.truncate(taken, [77])
     np.testing.assert_allclose(step(shorter, q[2:], k[2:], v[2:])[0], want[2:], atol=2e-5)
 
@@ -261,12 +261,12 @@ def test_rows_of_a_fork_are_taken_rolled_back_grown_and_taken_out():
 )
 def test_policies_whose_rows_cannot_share_a_prefix_say_so(policy, message):
     with pytest.raises(ValueError, match=message):
-        prefixes.fork(kvjax.init_layer(policy, SPEC), 2, new_tokens=8)
+        prefixes.share_prefix(kvjax.init_layer(policy, SPEC), 2, new_tokens=8)
 
 
 def test_fork_refuses_what_is_no_row():
     with pytest.raises(ValueError, match="one row, got 2"):
-        prefixes.fork(
+        prefixes.share_prefix(
             kvjax.init_layer(FIER, dataclasses.replace(SPEC, batch=2)), 2, new_tokens=8
         )
     uneven = dataclasses.replace(POLICIES["kivi"], store=kvjax.stores.Prefixed(tokens=20))
