@@ -39,6 +39,9 @@ NAMED = (
     "mask_token",
 )
 
+# Characters of a text that is encoded by the call that lets other threads run meanwhile.
+LONG = 4096
+
 
 class Encoded(dict[str, Any]):
     """Token ids as {"input_ids": ...}."""
@@ -91,9 +94,13 @@ class FileTokenizer:
         if several:
             found = self._tokenizer.encode_batch(text, add_special_tokens=add_special_tokens)
             return Encoded(input_ids=[one.ids for one in found])
-        return Encoded(
-            input_ids=self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        )
+        if len(text) <= LONG:
+            found = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            (found,) = self._tokenizer.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+        return Encoded(input_ids=found.ids)
 
     def decode(
         self,

@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import threading
+import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +29,38 @@ def both():
 
     whole = AutoTokenizer.from_pretrained(str(models.shipped()))
     return tokenizer.read(models.shipped(), lambda: whole), whole
+
+
+@pytest.mark.parametrize("length", [tokenizer.LONG, tokenizer.LONG + 1])
+def test_long_texts_are_encoded_as_short_ones(both, length):
+    one, whole = both
+    text = ("漢é n't 🙂" * length)[:length]
+    for special in (True, False):
+        ids = whole(text, add_special_tokens=special)["input_ids"]
+        assert one(text, add_special_tokens=special)["input_ids"] == ids
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(both):
+    """A server streams the tokens of others meanwhile."""
+    text, started, done = "What is the pass key? " * 30_000, threading.Event(), []
+
+    def encode():
+        started.set()
+        both[0](text)
+        done.append(True)
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    started.wait()
+    began, longest = time.perf_counter(), 0.0
+    last = began
+    while not done:
+        time.sleep(0.001)
+        now = time.perf_counter()
+        longest = max(longest, now - last)
+        last = now
+    thread.join()
+    assert longest < (last - began) / 2
 
 
 @given(text=TEXTS)
