@@ -133,6 +133,7 @@ def _answer(
     settings: dict[str, Any] = dict(
         max_new_tokens=max_new_tokens,
         stop_tokens=checkpoint.stop_tokens,
+        processors=checkpoint.processors,
         measure=True,
         draft=draft if _drafts(draft, made) else None,
     )
