@@ -81,11 +81,11 @@ class Processors:
             )
         tokens, count = np.zeros((rows, capacity), np.int32), np.zeros(rows, np.int32)
         for row in range(rows):
-            before = self.history[row] if self.history else ()
-            known = [*before, *([] if prompt is None else prompt[row, : lengths[row]])][
-                -capacity:
-            ]
-            tokens[row, : len(known)], count[row] = known, len(known)
+            before = np.array(self.history[row] if self.history else (), np.int32)
+            given = () if prompt is None else (prompt[row, : lengths[row]],)
+            known = np.concatenate([before, *given])[-capacity:]
+            tokens[row, : len(known)] = known
+            count[row] = len(known)
         rules = Rules(
             penalty=np.asarray(self.repetition_penalty, np.float32),
             ngram=np.asarray(self.no_repeat_ngram_size, np.int32),

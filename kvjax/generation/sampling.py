@@ -315,12 +315,12 @@ def rows_of_draws(draws: Draws | None, rows: int) -> list[Draws | None]:
         raise ValueError(
             "requests beside each other need keys of one kind: make them with jax.random.key(seed)"
         )
-    keys = (
-        jax.vmap(jax.random.fold_in)(draws.keys, np.arange(rows))
-        if draws.shared
-        else draws.keys
-    )
-    data: Any = on_host(jax.random.key_data(keys))
+    data: Any = on_host(jax.random.key_data(draws.keys))
+    if draws.shared:
+        # Row by row, which is one program for any number of rows: no request waits for a compiler.
+        key = jax.random.wrap_key_data(data[0])
+        folded = [jax.random.fold_in(key, row) for row in range(rows)]
+        data = np.stack([on_host(jax.random.key_data(one)) for one in folded])
     return [
         Draws(jax.tree.map(lambda a: a[i : i + 1], draws.settings), data[i : i + 1], _OWN_KEYS)  # noqa: B023
         for i in range(rows)

@@ -18,6 +18,7 @@ what is new while it attends to the codes of what it has, as in any turn after t
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -292,7 +293,7 @@ class KeptRows:
         self._tree = PrefixTree()
         self._rows = set[KeptRow]()  # those whose tokens are not known yet, too
         self._clock = 0
-        self._lock = threading.Lock()  # other threads look up what a prompt will read
+        self._lock = threading.Lock()  # other threads find rows, and save them
 
     def find(self, prompt: np.ndarray) -> tuple[KeptRow | None, int]:
         """The row from which a prompt can begin, and how many of its tokens. At least one token
@@ -316,6 +317,13 @@ class KeptRows:
         row = KeptRow(np.zeros(0, np.int32), make(), size)
         self.use(row)
         self._rows.add(row)
+        return row
+
+    def add(self, cache: Cache, size: int, tokens: np.ndarray) -> KeptRow:
+        """Keeps a row of `size` bytes, at most `limit`, whose tokens are known."""
+        row = self.hold(lambda: cache, size)
+        assert row is not None
+        self.settle(row, tokens)
         return row
 
     def settle(self, row: KeptRow, tokens: np.ndarray) -> None:
@@ -368,6 +376,16 @@ class KeptRows:
         with self._lock:
             return sorted(self._tree, key=_last_use)
 
+    def copies(self) -> Iterator[KeptRow]:
+        """Yields `rows` one by one, without those that are dropped before their turn comes. Any
+        thread may call it: what it yields stays as it is when the row is moved or dropped.
+        """
+        for row in self.rows():
+            with self._lock:
+                copy = dataclasses.replace(row)
+            if not copy.dropped:
+                yield copy
+
     def _make_room(self, size: int) -> None:
         """Moves rows out until `size` bytes more may be kept."""
         while self.nbytes + size > self.limit:
@@ -384,7 +402,10 @@ class KeptRows:
             return False
         while self.host_nbytes + row.nbytes > self.host_limit:
             self.drop(min((one for one in self._rows if one.in_host), key=_last_use))
-        row.cache, row.homes = in_host(row.cache)
+        hosted, homes = in_host(row.cache)
+        with self._lock:
+            row.cache = hosted
+            row.homes = homes
         return row.in_host
 
     def _at(self, row: KeptRow) -> bool:
@@ -397,9 +418,9 @@ class KeptRows:
         with self._lock:
             if in_tree:
                 self._tree.remove(row)
+            row.dropped = True
+            row.cache = None
         self._rows.discard(row)
-        row.dropped = True
-        row.cache = None
 
 
 def _last_use(row: KeptRow) -> int:

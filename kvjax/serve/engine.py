@@ -81,6 +81,7 @@ from kvjax.serve.requests import (
 )
 from kvjax.serve.scheduler import LONGEST, Assign, Begin, Park, Prompt, Read, Scheduler, Work
 from kvjax.serve.slots import (
+    Decoded,
     RowKind,
     Rows,
     SharedStart,
@@ -112,9 +113,7 @@ class _Block:
     """Decode steps that the device was asked for, and whose tokens the host has not seen."""
 
     rows: list[tuple[int, Request]]  # by slot
-    tokens: Array  # i32[slots, ROOM]
-    steps: Array  # i32[]
-    bad: Array  # bool[2, slots], rows without a best token, before and after
+    decoded: Decoded
 
 
 @dataclasses.dataclass
@@ -349,6 +348,7 @@ class Engine:
         self._new_tokens = 0
         self._steps = 0
         self._used = 0  # tokens drawn in all slots
+        self._drafted = np.zeros(3, int)  # the numbers of `Speculation`
 
     # ------------------------------------------------------------------ requests
 
@@ -426,9 +426,11 @@ class Engine:
                 self._end(request, "cancelled")
 
     def speculation(self) -> Speculation | None:
-        """The acceptance of drafts so far, over all requests; None without `speculate`."""
+        """The acceptance of drafts in the tokens seen so far, over all requests; None without
+        `speculate`.
+        """
         with self._lock:
-            return self._slots.speculation
+            return self._slots.speculation(self._drafted)
 
     def stats(self) -> Stats:
         with self._lock:
@@ -518,8 +520,11 @@ class Engine:
             if self._slots.logits is None:
                 return
             nothing = np.zeros(self.slots, np.int32)
-            for drawn in (None, stack_draws([None] * self.slots)) if draws else (None,):
-                self._decode(drawn, nothing)
+            self._decode(None, nothing)
+            if draws:
+                one = Draws.of(Sampling(temperature=1.0), jax.random.key(0), 1)
+                rows_of_draws(one, 1)  # as `submit` does
+                self._decode(stack_draws([None] * self.slots), nothing)
             if self._can_share:
                 for slot in self._slot_of_each_size():
                     self._first_tokens(slot, 0)
@@ -527,22 +532,24 @@ class Engine:
                 self._warm_kept()
 
     def save_prefixes(self, directory: str | Path) -> int:
-        """Saves the kept rows in a directory, in place of those that an earlier call saved
-        there; returns how many. Waits for a step of another thread.
+        """Saves the kept rows in a directory, instead of those that an earlier call saved
+        there; returns how many. Other threads may step meanwhile; a row that they drop before it
+        is written is left out.
 
         Raises:
           ValueError: an engine that keeps none.
-          OSError: the directory cannot be written.
+          RuntimeError: another save to the directory is not done.
+          OSError: the directory cannot be written; what an earlier call saved there stays.
         """
         from kvjax.serve import kept_files  # which imports orbax
 
         kept = self._keeping("save_prefixes")
-        with self._turns:
-            return kept_files.save(directory, kept.rows(), self._whole)
+        return kept_files.save(directory, kept.copies(), self._whole)
 
     def restore_prefixes(self, directory: str | Path) -> int:
         """Keeps the rows that `save_prefixes` saved, as far as there is room for their bytes,
-        and returns how many. Waits for a step of another thread.
+        and returns how many. Other threads may step meanwhile. Rows are read one by one, and an
+        error leaves those before it.
 
         Raises:
           FileNotFoundError: the directory holds no saved prefixes.
@@ -552,17 +559,15 @@ class Engine:
         from kvjax.serve import kept_files  # which imports orbax
 
         kept = self._keeping("restore_prefixes")
-        with self._turns:
-            before = kept.count
-            for tokens, capacity, read in kept_files.saved(directory, self._whole):
-                size = self._kept_sizes.get(capacity)
-                if size is None:
-                    continue  # of an engine with larger slots
-                like = self._shapes_of_row(capacity)
-                row = kept.hold(partial(self._restored, read, like), size)
-                if row is not None:
-                    kept.settle(row, tokens)
-            return kept.count - before
+        restored = list[KeptRow]()
+        for tokens, capacity, read in kept_files.saved(directory, self._whole):
+            size = self._kept_sizes.get(capacity)
+            if size is None or size > kept.limit:
+                continue  # of an engine with larger slots, or more room
+            cache = committed(read(self._shapes_of_row(capacity)))
+            with self._turns:
+                restored.append(kept.add(cache, size, tokens))
+        return sum(not row.dropped for row in restored)
 
     # ------------------------------------------------------------------ what a step does
 
@@ -797,10 +802,11 @@ class Engine:
         if not rows:
             self._drawn = [], None
             return False
-        found = self._decode(self._draws(rows), limit, rows)
-        for part in found:
-            part.copy_to_host_async()
-        self._blocks.append(_Block(rows, *found))
+        decoded = self._decode(self._draws(rows), limit, rows)
+        for part in decoded:
+            if isinstance(part, Array):
+                part.copy_to_host_async()
+        self._blocks.append(_Block(rows, decoded))
         for slot, request in rows:
             request.asked += int(limit[slot])
         return True
@@ -826,8 +832,8 @@ class Engine:
 
     def _decode(
         self, draws: Draws | None, limit: np.ndarray, rows: Sequence[tuple[int, Request]] = ()
-    ) -> tuple[Array, Array, Array]:
-        """The tokens of a call of the loop, how many, and its rows without a best token."""
+    ) -> Decoded:
+        """The tokens of a call of the loop."""
         first = np.zeros(self.slots, np.int32)
         stops = self._slots.no_stops()
         for slot, request in rows:
@@ -857,14 +863,15 @@ class Engine:
     def _receive(self) -> None:
         """Waits for the block that was asked for first, and notes its tokens."""
         block = self._blocks[0]
-        jax.block_until_ready((block.tokens, block.steps, block.bad))
+        jax.block_until_ready(block.decoded)
         with self._change():
-            tokens, steps, bad = jax.tree.map(on_host, (block.tokens, block.steps, block.bad))
+            seen = jax.tree.map(on_host, block.decoded)
             self._blocks.popleft()
             with self._lock:
-                self._steps += int(steps)
+                self._steps += int(seen.steps)
+                self._drafted += seen.numbers
                 for slot, request in block.rows:
-                    self._note(request, tokens[slot], bad[:, slot])
+                    self._note(request, seen.tokens[slot], seen.bad[:, slot])
             self._settle_leaving()
 
     def _note(self, request: Request, tokens: np.ndarray, bad: np.ndarray) -> None:
@@ -918,32 +925,41 @@ class Engine:
             return
         tokens = len(request.known) if request.done else request.size
         capacity = self._kept_capacity(tokens)
-        row = self._kept.hold(
-            lambda: copy_of_slot(
+
+        def copy() -> Cache:
+            return copy_of_slot(
                 self._slots.cache,
                 self._slots.at(slot),
                 np.array([tokens], np.int32),
                 spec=self._spec,
                 capacity=capacity,
                 cuts=self._can_share,
-            ),
-            self._kept_sizes[capacity],
-        )
-        if row is not None:
-            self._leaving.append(_Leaving(row, request, prompt_only=False))
-            self._settle_leaving()
+            )
+
+        self._hold(copy, capacity, request, prompt_only=False)
+        self._settle_leaving()
 
     def _keep_prompt(self, row: Cache, request: Request) -> None:
         """Keeps the row of a prompt as it was read: a row that cannot be cut serves no prompt
         that goes on otherwise than by its answer.
         """
-        assert self._kept is not None
         capacity = self._kept_capacity(len(request.prompt))
-        kept = self._kept.hold(
-            lambda: copy_of_row(row, capacity=capacity), self._kept_sizes[capacity]
-        )
-        if kept is not None:
-            self._leaving.append(_Leaving(kept, request, prompt_only=True))
+        copy = partial(copy_of_row, row, capacity=capacity)
+        self._hold(copy, capacity, request, prompt_only=True)
+
+    def _hold(
+        self, copy: Callable[[], Cache], capacity: int, request: Request, *, prompt_only: bool
+    ) -> None:
+        """Holds a row that `copy` makes, if there is room, until its tokens are known."""
+        assert self._kept is not None
+        try:
+            row = self._kept.hold(copy, self._kept_sizes[capacity])
+        except Exception as error:
+            if not _is_out_of_memory(error):
+                raise
+            return  # the request itself has its tokens
+        if row is not None:
+            self._leaving.append(_Leaving(row, request, prompt_only))
 
     def _settle_leaving(self) -> None:
         """Lets prompts find the kept rows whose tokens are known by now."""
@@ -961,9 +977,6 @@ class Engine:
             else:
                 self._kept.settle(one.row, request.prompt if one.prompt_only else request.known)
         self._leaving = waiting
-
-    def _restored(self, read: Callable[[Any], Cache], like: Any) -> Cache:
-        return committed(read(like))
 
     def _kept_capacity(self, tokens: int) -> int:
         return next(size for size in self._kept_sizes if size >= tokens)

@@ -3,49 +3,88 @@
     DIRECTORY/prefixes.json     the list; names the folder of the newest save
     DIRECTORY/rows-3/0, 1, ...  a row each, as `kvjax.save` writes it
 
-The list replaces the one before in one step, so a save that is interrupted changes nothing. It
-has a digest of the model's weights: keys and values of other weights would give wrong answers.
+The list replaces the one before in one step, so a save that is interrupted or fails changes
+nothing. It has a digest of itself, since a row under other tokens would give wrong answers, and
+one of the model: so would keys and values of other weights or settings.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import filelock
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import Array, lax
 
+from kvjax.cache.cache import Cache
 from kvjax.cache.saving import DamagedSaveError, restore
 from kvjax.cache.saving import save as save_cache
-from kvjax.memory import on_host
+from kvjax.memory import move_to, on_host
 from kvjax.received import read_object
 from kvjax.serve.beginnings import KeptRow, at_home
 
 LIST = "prefixes.json"
-FORMAT = 1
-SAMPLE = 64  # numbers of each array of weights that the digest has
+LOCK = ".kvjax-writer"
+FORMAT = 2
 
 
-def save(directory: str | Path, rows: Sequence[KeptRow], model: Any) -> int:
-    """Saves rows, from the one that was not used for longest, and returns how many."""
+def save(directory: str | Path, rows: Iterable[KeptRow], model: Any) -> int:
+    """Saves rows, from the one that was not used for longest, and returns how many.
+
+    Raises:
+      RuntimeError: another save to the directory is not done.
+      OSError: the directory cannot be written, for example because the disk is full. The save
+        before stays, and what was written of this one is removed.
+    """
     path = Path(directory).expanduser().absolute()
     path.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(path / LOCK, blocking=False)
+    try:
+        lock.acquire()
+    except filelock.Timeout as error:
+        raise RuntimeError(
+            f"prefixes are being saved to {path}; wait until that is done, or give another directory"
+        ) from error
+    try:
+        return _save(path, rows, model)
+    finally:
+        lock.release()
+
+
+def _save(path: Path, rows: Iterable[KeptRow], model: Any) -> int:
     folder = f"rows-{max((_number(old.name) for old in _folders(path)), default=-1) + 1}"
-    entries = list[dict[str, Any]]()
-    for i, row in enumerate(rows):
-        cache = at_home(row)
-        save_cache(path / folder / str(i), cache)
-        entries.append({"tokens": row.tokens.tolist(), "capacity": cache.spec.capacity})
-    about = {"format": FORMAT, "model": digest_of(model), "folder": folder, "rows": entries}
     new = path / f"{LIST}.new"
-    new.write_text(json.dumps(about), encoding="utf-8")
-    os.replace(new, path / LIST)
+    entries = list[dict[str, Any]]()
+    try:
+        for row in rows:
+            cache = at_home(row)
+            save_cache(path / folder / str(len(entries)), cache)
+            entries.append({"tokens": row.tokens.tolist(), "capacity": cache.spec.capacity})
+        about = {
+            "format": FORMAT,
+            "model": digest_of(model),
+            "folder": folder,
+            "rows": entries,
+        }
+        about["sha256_of_this"] = _digest_of_list(about)
+        new.write_text(json.dumps(about), encoding="utf-8")
+        os.replace(new, path / LIST)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        shutil.rmtree(path / folder, ignore_errors=True)
+        raise
     for old in _folders(path):
         if old.name != folder:
             shutil.rmtree(old, ignore_errors=True)
@@ -69,9 +108,11 @@ def saved(
             f"{path} was written by another version of kvjax (its format is {about.get('format')}, and this one reads "
             f"{FORMAT}); save the prefixes again"
         )
+    if about.pop("sha256_of_this", None) != _digest_of_list(about):
+        raise DamagedSaveError(f"{path / LIST} has changed; save the prefixes again")
     if about.get("model") != digest_of(model):
         raise ValueError(
-            f"{path} has prefixes of a model with other weights; give the directory that this model saved"
+            f"{path} has prefixes of a model with other weights or settings; give the directory that this model saved"
         )
     folder, rows = about.get("folder"), about.get("rows")
     if _number(folder) < 0 or not isinstance(folder, str) or not isinstance(rows, list):
@@ -80,25 +121,56 @@ def saved(
         )
     for i, row in enumerate(rows):
         tokens, capacity = _entry(path, row)
-        yield tokens, capacity, _reader(path / folder / str(i))
+        yield tokens, capacity, partial(_read, path / folder / str(i), len(tokens))
 
 
 def digest_of(model: Any) -> str:
-    """A digest of a model's weights, of the shape and some numbers of each array."""
+    """A digest of a model: of all its weights, and of its settings if `config` is a dataclass."""
     digest = hashlib.sha256()
+    config = getattr(model, "config", None)
+    if dataclasses.is_dataclass(config):
+        digest.update(repr(config).encode())
     for leaf in jax.tree.leaves(model):
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             continue
         digest.update(f"{leaf.dtype}{list(leaf.shape)}".encode())
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            continue
-        flat = leaf.reshape(-1)
-        digest.update(on_host(flat[:: max(flat.size // SAMPLE, 1)]).tobytes())
+        if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            whole = move_to(leaf, host=False) if isinstance(leaf, Array) else leaf
+            digest.update(on_host(_checksum(whole)).tobytes())
     return digest.hexdigest()
 
 
-def _reader(path: Path) -> Callable[[Any], Any]:
-    return lambda like: restore(path, like)
+@jax.jit
+def _checksum(weights: Array) -> Array:
+    """A sum u32[2] over the bits of all numbers, each times an odd number of its place: it
+    differs wherever one number differs. Weights stay on the device.
+    """
+    if jnp.issubdtype(weights.dtype, jnp.floating) and weights.dtype.itemsize < 8:
+        weights = weights.astype(jnp.float32)  # which keeps the value of any smaller type
+    elif weights.dtype.itemsize < 4:
+        weights = weights.astype(jnp.int32)
+    bits = lax.bitcast_convert_type(weights, jnp.uint32)  # 64 bits are two numbers
+    place = jnp.zeros(bits.shape, jnp.uint32)
+    for axis in range(bits.ndim):
+        stride = np.uint32(math.prod(bits.shape[axis + 1 :]) % 2**32)
+        place += lax.broadcasted_iota(jnp.uint32, bits.shape, axis) * stride
+    odd = place * np.uint32(2) + np.uint32(1)
+    return jnp.stack([jnp.sum(bits * odd, dtype=jnp.uint32), jnp.sum(bits, dtype=jnp.uint32)])
+
+
+def _digest_of_list(about: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+
+
+def _read(path: Path, tokens: int, like: Any) -> Cache:
+    """The row in a folder, which the list says holds so many tokens."""
+    row = restore(path, like)
+    (length,) = on_host(row.length).tolist()
+    if length != tokens:
+        raise DamagedSaveError(
+            f"{path} has a row of {length} tokens, and its list says {tokens}; save the prefixes again"
+        )
+    return row
 
 
 def _entry(path: Path, row: Any) -> tuple[np.ndarray, int]:

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +82,15 @@ class RowKind:
         return [policy for policy, _, _ in self.layers]
 
 
+class Decoded(NamedTuple):
+    """Tokens of all slots that the device was asked for."""
+
+    tokens: Array  # i32[slots, ROOM]
+    steps: Array  # i32[]
+    bad: Array  # bool[2, slots], rows whose logits have no best token, before and after
+    numbers: Array  # i32[3] of `Speculation`: steps of rows, drafted, accepted
+
+
 class Slots:
     """The cache of an engine, the logits of its rows, and which of them still draw tokens.
 
@@ -98,14 +107,12 @@ class Slots:
         self._active: Any = None  # bool[slots], rows that have drawn no stop token
         self._shares = shares
         self._drafter = None if drafter is None else committed(drafter)
-        self._numbers: Any = np.zeros(3, np.int32)  # of `Speculation`, on the device
 
-    @property
-    def speculation(self) -> Speculation | None:
-        """The acceptance of drafts so far; waits for the device."""
+    def speculation(self, numbers: np.ndarray) -> Speculation | None:
+        """The acceptance of drafts by the sum of `Decoded.numbers`; None without drafts."""
         if self._drafter is None:
             return None
-        steps, drafted, accepted = on_host(self._numbers).tolist()
+        steps, drafted, accepted = numbers.tolist()
         return Speculation(steps, drafted, accepted, idle=self._drafter.idle)
 
     def at(self, slot: int) -> Slot:
@@ -136,26 +143,25 @@ class Slots:
         limit: np.ndarray,
         stops: np.ndarray,
         rules: Any,
-    ) -> tuple[Array, Array, Array]:
-        """Draws up to `limit` tokens i32[slots] in each slot: the tokens i32[slots, ROOM], the
-        steps i32[], and bool[2, slots], where logits had no best token before and after.
-        """
+    ) -> Decoded:
+        """Draws up to `limit` tokens i32[slots] in each slot."""
         state = self.cache, self.logits, self._active
         asked = draws, first, limit, stops
         drafter = self._drafter
         if drafter is None or drafter.idle is not None:
             exact = {} if drafter is None else {"exact": True}
             done, bad = _run_loop(model, *state, *asked, rules, measure=False, **exact)
-            count = done.step
+            steps: Array = done.step
+            numbers: Any = np.zeros(3, np.int32)
         else:
             drafting = drafter.with_state(None), drafter.state
             done, bad = _run_drafts(model, *state, *asked, *drafting, rules, measure=False)
-            count = jnp.max(done.emitted)
+            steps = jnp.max(done.emitted)
+            numbers = done.numbers
             self._drafter = drafter.with_state(done.state)
-            self._numbers = self._numbers + done.numbers
         self.cache, self.logits = done.cache, done.logits
         self._active = jax.device_put(done.active, self._active.sharding)
-        return done.tokens, count, bad
+        return Decoded(done.tokens, steps, bad, numbers)
 
     def no_stops(self) -> np.ndarray:
         return np.full((self.count, STOPS), PAD, np.int32)

@@ -125,12 +125,12 @@ def test_nothing_compiles_after_warm_up(model):
     engine = kvjax.Engine(model, new_cache(3, policy=FIER), block=4, chunk=32)
     engine.warm_up()
     rng = np.random.default_rng(1)
-    engine.submit([3, 4], max_new_tokens=2, sampling=sampling(1.0), key=jax.random.key(0))
-    engine.run()
+    keys = [jax.random.key(seed) for seed in range(10)]
     with compilations() as seen:
-        for _ in range(10):
+        for n, key in enumerate(keys, start=1):
             prompt, settings = draw(rng)
-            engine.submit(prompt, **{**settings, "n": 1})
+            engine.submit(prompt, **settings)
+            engine.submit(prompt, n=n, sampling=sampling(1.0), key=key, max_new_tokens=2)
             engine.step()
         engine.run()
     assert not seen

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import threading
 from functools import cache
 
 import jax
@@ -15,6 +17,8 @@ import kvjax
 from kvjax.generation import prefilling
 from kvjax.generation.sampling import sampling
 from kvjax.models import Decoder
+from kvjax.serve import engine as engines
+from kvjax.serve import kept_files
 from kvjax.serve.beginnings import KeptRow, KeptRows, PrefixTree, capacities_of
 from tests.fuzz.requests import CONFIG, NAN, POLICIES, model_of
 from tests.generation.test_generate import Tiny, compilations, new_cache, words
@@ -22,7 +26,7 @@ from tests.generation.test_generate import Tiny, compilations, new_cache, words
 MANY = 10**9
 CHUNK = 32
 OBSERVING = ("streaming_llm", "h2o", "snapkv")
-KEEPS = [name for name in POLICIES if name not in OBSERVING]
+KEEPS = [name for name in POLICIES if name not in (*OBSERVING, "with drafts")]
 CUTS = ("full", "fier", "share", "quest", "pariskv", "hosted", "windowed", "windowed fier")
 
 
@@ -83,15 +87,25 @@ def one_cache(name, turns, new, capacity=256):
     return answers
 
 
+FIRST = ("kivi", "fier", "turboquant", "pariskv", "logquant")
+TALKS = [(name, 0) for name in sorted(KEEPS, key=FIRST.count)[::-1]]
+TALKS += [(name, seed) for seed in range(1, 9) for name in FIRST]
+
+
 @pytest.mark.sample(5)
-@pytest.mark.parametrize("name", sorted(KEEPS, key=("kivi", "fier", "turboquant").count)[::-1])
-def test_a_talk_gets_the_tokens_of_one_cache_and_reads_only_what_is_new(name):
-    """For every method that can, those of codes and of host memory among them."""
-    rng = np.random.default_rng(3)
-    turns = [rng.integers(1, NAN, n).tolist() for n in (50, 9, 33, 1, 20)]
+@pytest.mark.parametrize(("name", "seed"), TALKS)
+def test_a_talk_gets_the_tokens_of_one_cache_and_reads_only_what_is_new(name, seed):
+    """For every method that can, those of codes and of host memory among them. Talks of other
+    seeds have turns of other lengths, and other requests come between them.
+    """
+    rng = np.random.default_rng([3, seed])
+    lengths = rng.choice([1, 2, 9, 20, 31, 32, 33, 50], 5) if seed else (50, 9, 33, 1, 20)
+    turns = [rng.integers(1, NAN, n).tolist() for n in lengths]
     engine, conversation, answers, read = engine_of(name), [], [], []
     for turn in turns:
         conversation += turn
+        if seed:
+            say(engine, rng.integers(1, NAN, int(rng.integers(1, 60))).tolist(), 3)
         answer, tokens = say(engine, conversation, 12)
         answers.append(answer)
         read.append(tokens)
@@ -296,26 +310,197 @@ def test_kept_rows_are_saved_and_restored(name, tmp_path):
         assert read == 2
 
 
-def test_saved_rows_of_another_model_or_cache_are_refused(tmp_path, model):
-    engine = engine_of("full")
+def saving(engine, tmp_path):
+    """An engine that keeps a row, and what it has saved."""
     say(engine, [4, 5, 6, 7], 5)
     say(engine, [1], 1)
     assert engine.save_prefixes(tmp_path) == 2
+
+
+def test_saved_rows_of_another_cache_are_refused(tmp_path):
+    engine = engine_of("full")
+    saving(engine, tmp_path)
     with pytest.raises(FileNotFoundError, match="holds no saved prefixes"):
         engine.restore_prefixes(tmp_path / "other")
-    with pytest.raises(ValueError, match="a model with other weights"):
-        kvjax.Engine(model, new_cache(2), prefix_bytes=MANY).restore_prefixes(tmp_path)
     with pytest.raises(ValueError, match="of another kind of cache"):
         engine_of("kivi").restore_prefixes(tmp_path)
-    about = json.loads((tmp_path / "prefixes.json").read_text())
-    for change, message in (
+
+
+def test_saved_rows_of_another_model_are_refused(tmp_path):
+    """By any weight, and by a setting: keys of another base of RoPE have the same weights."""
+    saving(engine_of("full"), tmp_path)
+    weights = Decoder(CONFIG, rngs=nnx.Rngs(0))
+    for path, leaf in jax.tree.leaves_with_path(nnx.state(weights)):
+        changed = Decoder(CONFIG, rngs=nnx.Rngs(0))
+        flat = np.array(leaf).reshape(-1)
+        flat[len(flat) // 3] = np.nextafter(flat[len(flat) // 3], np.float32(9))
+        state = nnx.state(changed)
+        state = jax.tree.map_with_path(
+            lambda at, old, path=path, flat=flat: (
+                flat.reshape(old.shape) if at == path else old
+            ),
+            state,
+        )
+        nnx.update(changed, state)
+        with pytest.raises(ValueError, match="of a model with other weights or settings"):
+            engine_of("full", model=changed).restore_prefixes(tmp_path)
+    settings = Decoder(dataclasses.replace(CONFIG, norm_eps=1e-5), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="of a model with other weights or settings"):
+        engine_of("full", model=settings).restore_prefixes(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
         ({"format": 9}, "written by another version"),
         ({"folder": "../rows-0"}, "names no folder of rows"),
         ({"rows": [{"tokens": [1]}]}, "a row without tokens or capacity"),
-    ):
-        (tmp_path / "prefixes.json").write_text(json.dumps(about | change))
-        with pytest.raises(ValueError, match=message):
-            engine_of("full").restore_prefixes(tmp_path)
+        (
+            {"rows": [{"tokens": [4, 5], "capacity": 64}]},
+            "a row of 9 tokens, and its list says 2",
+        ),
+    ],
+)
+def test_a_list_that_names_no_rows_is_refused(tmp_path, change, message):
+    saving(engine_of("full"), tmp_path)
+    about = json.loads((tmp_path / "prefixes.json").read_text()) | change
+    del about["sha256_of_this"]
+    about["sha256_of_this"] = kept_files._digest_of_list(about)
+    (tmp_path / "prefixes.json").write_text(json.dumps(about))
+    with pytest.raises(ValueError, match=message):
+        engine_of("full").restore_prefixes(tmp_path)
+
+
+def test_rows_under_other_tokens_are_refused(tmp_path):
+    """They would answer another prompt."""
+    saving(engine_of("full"), tmp_path)
+    text = (tmp_path / "prefixes.json").read_text()
+    (tmp_path / "prefixes.json").write_text(text.replace("[4, 5, 6, 7", "[4, 5, 6, 8"))
+    with pytest.raises(ValueError, match="has changed; save the prefixes again"):
+        engine_of("full").restore_prefixes(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
+def test_files_that_are_damaged_give_no_row(tmp_path, damage):
+    """Whichever file it is: rows are as they were, or an error says that files are damaged."""
+    engine = engine_of("full")
+    saving(engine, tmp_path)
+    talk = [4, 5, 6, 7]
+    wanted, _ = say(engine, list(talk), 5)
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size]
+    errors = []
+    for file in files:
+        content = file.read_bytes()
+        middle = len(content) // 2
+        if damage == "cut":
+            file.write_bytes(content[:middle])
+        elif damage == "flipped":
+            flipped = bytes([content[middle] ^ 255])
+            file.write_bytes(content[:middle] + flipped + content[middle + 1 :])
+        else:
+            file.unlink()
+        other = engine_of("full")
+        try:
+            other.restore_prefixes(tmp_path)
+        except (ValueError, FileNotFoundError) as error:
+            errors.append(str(error))
+        assert say(other, list(talk), 5)[0] == wanted
+        file.write_bytes(content)
+    assert len(errors) >= 3
+    assert all(str(tmp_path) in error for error in errors)
+    assert engine_of("full").restore_prefixes(tmp_path) == 2
+
+
+@pytest.mark.parametrize("full_at", ["the second row", "the list"])
+def test_a_save_for_which_the_disk_is_too_small_changes_nothing(tmp_path, monkeypatch, full_at):
+    engine = engine_of("full")
+    saving(engine, tmp_path)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    real, saved = kept_files.save_cache, []
+
+    def full(*args, **settings):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def save_one(*args):
+        saved.append(args)
+        return full() if len(saved) == 2 else real(*args)
+
+    if full_at == "the list":
+        monkeypatch.setattr(kept_files.os, "replace", full)
+    else:
+        monkeypatch.setattr(kept_files, "save_cache", save_one)
+    with pytest.raises(OSError, match="No space left"):
+        engine.save_prefixes(tmp_path)
+    monkeypatch.undo()
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    assert engine_of("full").restore_prefixes(tmp_path) == 2
+    assert engine.save_prefixes(tmp_path) == 2
+
+
+def test_an_engine_steps_while_its_rows_are_saved(tmp_path, monkeypatch):
+    """Rows that are dropped meanwhile are left out, and a second save is refused."""
+    size = engine_of("full")._kept_sizes[64]
+    engine = engine_of("full", prefix_bytes=3 * size)
+    rng = np.random.default_rng(2)
+    prompts = [rng.integers(1, NAN, 30).tolist() for _ in range(5)]
+    for prompt in prompts[:3]:
+        say(engine, list(prompt), 4)
+    engine.step()
+    real, inside, may_go = kept_files.save_cache, threading.Event(), threading.Event()
+
+    def slow(*args):
+        inside.set()
+        assert may_go.wait(60)
+        return real(*args)
+
+    monkeypatch.setattr(kept_files, "save_cache", slow)
+    counts = []
+    thread = threading.Thread(
+        target=lambda: counts.append(engine.save_prefixes(tmp_path)), daemon=True
+    )
+    thread.start()
+    assert inside.wait(30)
+    for prompt in prompts[3:]:  # which take the room of two of the three rows
+        say(engine, list(prompt), 4)
+    engine.step()
+    assert engine.stats().kept_bytes <= 3 * size
+    with pytest.raises(RuntimeError, match="prefixes are being saved to"):
+        engine.save_prefixes(tmp_path)
+    may_go.set()
+    thread.join(60)
+    assert counts == [2]  # the one that was being written, and the one that stayed
+    other = engine_of("full")
+    assert other.restore_prefixes(tmp_path) == 2
+    assert say(other, [*prompts[0], 5], 1)[1] < 30
+    assert say(other, [*prompts[1], 5], 1)[1] == 31
+    assert say(other, [*prompts[2], 5], 1)[1] < 30
+
+
+@pytest.mark.parametrize(("room", "rows"), [(-1, 0), (0, 1), (1, 1)])
+def test_restored_rows_fit_in_the_bound(tmp_path, room, rows):
+    saving(engine_of("full"), tmp_path)
+    size = engine_of("full")._kept_sizes[64]
+    engine = engine_of("full", prefix_bytes=size + room)
+    assert engine.restore_prefixes(tmp_path) == rows
+    assert engine.stats().kept_bytes == rows * size
+    assert engine.stats().kept == rows
+
+
+def test_a_row_for_which_there_is_no_memory_is_not_kept(monkeypatch):
+    """The request has its tokens, and the others go on."""
+    engine = engine_of("full")
+    talk = [4, 5, 6, 7]
+
+    def no_room(*args, **settings):
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(engines, "copy_of_slot", no_room)
+    first, _ = say(engine, list(talk), 5)
+    say(engine, [1], 1)
+    assert engine.stats().kept == 0
+    monkeypatch.undo()
+    again, _ = say(engine, list(talk), 5)
+    assert again == first
 
 
 # ------------------------------------------------------------------ the tree

@@ -46,6 +46,23 @@ def test_requests_that_take_turns_get_the_text_of_full_attention() -> None:
     assert 0 < told.accepted < told.drafted
 
 
+def test_the_acceptance_is_of_the_tokens_that_were_seen() -> None:
+    """So that it waits for no block that the device was asked for."""
+    model = Decoder(CONFIG, rngs=nnx.Rngs(3))
+    cache = kvjax.init(POLICY, model.spec(2, 96), layers=CONFIG.layers)
+    engine = kvjax.Engine(model, cache, block=8, chunk=16, speculate=SelfDraft(tokens=3))
+    (request,) = engine.submit([1, 2, 3], max_new_tokens=30)
+    steps = []
+    while not request.done:
+        engine.step()
+        told = engine.speculation()
+        assert told is not None
+        assert told.steps + told.accepted == len(request.tokens)
+        steps.append(told.steps)
+    assert steps[0] == 0
+    assert steps == sorted(steps)
+
+
 def test_an_engine_refuses_drafts_from_the_text_of_one_run() -> None:
     model = Decoder(CONFIG, rngs=nnx.Rngs(3))
     cache = kvjax.init(POLICY, model.spec(2, 96), layers=CONFIG.layers)
