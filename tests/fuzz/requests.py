@@ -1,8 +1,9 @@
 """Random requests through an engine: each gets the tokens that it gets alone.
 
-    python -m tests.fuzz.requests --seconds 600                      # all policies in turn, new
-    seeds python -m tests.fuzz.requests --policies hosted kivi --seed 17   # one scenario of
-    each
+    # all policies in turn, new seeds
+    python -m tests.fuzz.requests --seconds 600
+    # one scenario of each
+    python -m tests.fuzz.requests --policies hosted kivi --seed 17
 
 A scenario is a function of its policy and seed: requests that come, are cancelled and leave
 slots that others take; a queue that is full, prompts that begin alike, several answers to one,
@@ -10,9 +11,10 @@ greedy and sampled, with limits and stop tokens of their own; rows of numbers th
 finite, in the cache too; slots, blocks, chunks, read-ahead and shared prefixes of several
 sizes, and with odd seeds slots of several capacities. Methods that keep tokens as they are also
 keep rows after requests, within bounds that are checked after each step, and prompts go on from
-earlier answers. A scenario that fails prints its command.
+earlier answers; so do rows that draft for themselves ("with drafts"). From seed 20 000 on, scenarios
+may have rules that change logits. A scenario that fails prints its command.
 `KEPT` are seeds of scenarios that found something, or that have much of this;
-tests/generation/test_engine.py runs them.
+tests/serve/test_engine.py runs them.
 """
 
 from __future__ import annotations
@@ -31,11 +33,19 @@ import numpy as np
 from flax import nnx
 
 import kvjax
+from kvjax.generation.processors import Processors
 from kvjax.generation.sampling import sampling
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.serve import EngineBusy, Request
 
 VOCAB, NAN, CAPACITY = 64, 63, 192
+WITH_RULES = 20_000  # the first seed whose scenarios may have rules
+RULES = (
+    Processors(),
+    Processors(),
+    Processors(repetition_penalty=1.5, no_repeat_ngram_size=3),
+    Processors(min_new_tokens=4, suppress_tokens=(3, 5), begin_suppress_tokens=(7,)),
+)
 CONFIG = DecoderConfig(
     vocab_size=VOCAB,
     hidden_size=32,
@@ -63,9 +73,17 @@ POLICIES = {
     "snapkv": "snapkv:budget=40,window=8",
     "windowed": "full",
     "windowed fier": f"fier:{SMALL},group=4,chunk=8,dense_layers=0",
+    "with drafts": f"fier:{SMALL},group=4,chunk=8,dense_layers=0",  # rows draft for themselves
 }
-SHARING = ("full", "fier", "kivi", "share")  # whose rows may have a common prefix
-EXACT = ("full", "windowed")  # a kept row gives the tokens of the request alone
+SHARING = (
+    "full",
+    "fier",
+    "kivi",
+    "share",
+    "with drafts",
+)  # whose rows may have a common prefix
+# A kept row gives the tokens of the request alone.
+EXACT = ("full", "windowed", "with drafts")
 ODD = ("quest", "hosted", "logquant", "h2o", "windowed")
 KEPT: dict[str, tuple[int, ...]] = {name: (int(name in ODD),) for name in POLICIES} | {
     "share": (0, 3),
@@ -95,6 +113,7 @@ class Settings:
     readers: int
     kept_rows: int  # of the smallest size, and as many in host memory
     hosted_rows: int
+    rules: Processors  # that change logits
 
     @classmethod
     def draw(cls, name: str, seed: int, rng: np.random.Generator) -> Settings:
@@ -110,7 +129,8 @@ class Settings:
         kept, hosted = (int(later.choice(values)) for values in ((0, 1, 4, 100), (0, 2, 100)))
         if name not in EXACT or not kept:
             kept = hosted = 0
-        return cls(slots, chunk, *more, prefixes, small, readers, kept, hosted)
+        rules = RULES[int(later.integers(len(RULES)))] if seed >= WITH_RULES else Processors()
+        return cls(slots, chunk, *more, prefixes, small, readers, kept, hosted, rules)
 
 
 @cache
@@ -136,8 +156,15 @@ def engine_of(
         row = row_bytes(name)
         more |= {"prefix_bytes": settings.kept_rows * row}
         more |= {"prefix_host_bytes": settings.hosted_rows * row}
+    if name == "with drafts":
+        more |= {"speculate": "self"}
     return kvjax.Engine(
-        model, cache, chunk=settings.chunk, small_slots=settings.small_slots, **more
+        model,
+        cache,
+        chunk=settings.chunk,
+        small_slots=settings.small_slots,
+        processors=settings.rules,
+        **more,
     )
 
 
