@@ -90,6 +90,36 @@ ROOMS: dict[str, tuple[str, str, dict[str, str]]] = {
             "prefixed": "tests/serve/test_prefixes.py",
         },
     ),
+    "serve": (
+        "kvjax/serve/*.py",
+        "tests/serve tests/cache tests/test_attention_variants.py",
+        {
+            "beginnings": "tests/serve/test_kept_prefixes.py tests/serve/test_engine.py",
+            "kept_files": "tests/serve/test_kept_prefixes.py",
+            "requests": "tests/serve/test_engine.py",
+            "slots": "tests/serve/test_engine.py tests/serve/test_kept_prefixes.py",
+        },
+    ),
+    "evictors": (
+        "kvjax/evictors/*.py",
+        f"tests/evictors tests/policies tests/contrib tests/laws {SETTINGS}",
+        {
+            "base": "tests/policies/test_bounds.py tests/policies/test_evicting.py",
+            "keys": "tests/policies/test_bounds.py tests/policies/test_evicting.py tests/evictors",
+            "queries": "tests/policies/test_evicting.py tests/evictors",
+            "scores": "tests/policies/test_bounds.py tests/policies/test_evicting.py",
+        },
+    ),
+    "drafts": (
+        "kvjax/generation/drafts.py",
+        "tests/generation tests/serve/test_self_draft.py tests/models/test_hybrid.py",
+        {"drafts": "tests/generation/test_drafts.py tests/generation/test_self_draft.py"},
+    ),
+    "sparse": (
+        "kvjax/ops/key_blocks.py",
+        "tests/generation/test_sparse_prompt.py tests/ops",
+        {"key_blocks": "tests/generation/test_sparse_prompt.py"},
+    ),
     "sampling": (
         "kvjax/generation/sampling.py",
         "tests/generation tests/models/test_text.py tests/test_settings.py",

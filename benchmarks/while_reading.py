@@ -3,11 +3,17 @@
     python benchmarks/while_reading.py                    # 100 000 tokens; some minutes of a CPU
     python benchmarks/while_reading.py --quick            # 4000 tokens; a trial of the script
 
-A thread steps the engine, which reads one long prompt. A request streams meanwhile. A client
-submits short requests one after another, asks for the counts and cancels. The script prints the
-longest time of each call, the longest time between two blocks of streamed tokens, and how long
-short requests wait for their first tokens; beside them the time of a step, which reads one chunk
-and decodes one block. A row is added to results/while_reading.json.
+A thread steps the engine, which reads one long prompt three times:
+
+- alone, for the time of a chunk at its end, and of a block after it;
+- while a request streams, and a client submits short requests one after another, asks for the
+  counts, copies the row that streams and cancels;
+- the same, while nobody streams.
+
+The script prints the longest time of each call, the longest time between two blocks of streamed
+tokens, and how long short requests wait for their first tokens. No call should take more than
+`bound`, twice the time of a chunk and a block alone. Rows are kept after requests, so their
+copies are among the work. Two rows are added to results/while_reading.json.
 """
 
 from __future__ import annotations
@@ -19,11 +25,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 from layers import out_of, save, show
 
 import kvjax
+from kvjax.generation.sampling import sampling
 from kvjax.models import Decoder, DecoderConfig
 
 CONFIG = DecoderConfig(
@@ -37,48 +45,60 @@ CONFIG = DecoderConfig(
     max_position_embeddings=2**20,
 )
 SHORT = 8  # tokens of a short prompt
-KEY = ("tokens", "chunk", "block", "prompt_tokens", "short_ones")
+SLOTS = 4
+KEPT_BYTES = 2**20  # some dozens of short rows
+KEY = ("tokens", "chunk", "block", "prompt_tokens", "short_ones", "streams")
 
 
 class Client:
     """Submits short requests while a prompt is read, and times each call."""
 
-    def __init__(self, engine: kvjax.Engine, long: Any) -> None:
+    def __init__(self, engine: kvjax.Engine, long: Any, streamed: Any) -> None:
         self.engine = engine
         self.long = long
+        self.streamed = streamed
         self.rng = np.random.default_rng(1)
-        self.times: dict[str, list[float]] = {"submit": [], "stats": [], "cancel": []}
+        self.times: dict[str, list[float]] = {}
         self.first: list[float] = []  # seconds until the first tokens of each short request
         self.steps: list[int] = []  # steps of the engine until then
 
     def timed(self, what: str, call: Callable[..., Any], *args: Any, **settings: Any) -> Any:
         start = time.perf_counter()
         result = call(*args, **settings)
-        self.times[what].append(time.perf_counter() - start)
+        self.times.setdefault(what, []).append(time.perf_counter() - start)
         return result
 
     def run(self, clock: Stepper) -> None:
         while self.long.state == "waiting":
             time.sleep(0.001)
         while self.long.state == "reading":
-            prompt = self.rng.integers(1, 64, SHORT)
-            (request,) = self.timed("submit", self.engine.submit, prompt, max_new_tokens=4)
-            start, step = time.perf_counter(), clock.count
-            while not request.tokens and not request.done:
-                self.timed("stats", self.engine.stats)
-                time.sleep(0.002)
-            if self.long.state == "reading":
-                self.first.append(time.perf_counter() - start)
-                self.steps.append(clock.count - step)
-            (unwanted,) = self.timed("submit", self.engine.submit, prompt, max_new_tokens=4)
-            self.timed("cancel", self.engine.cancel, unwanted)
+            self.one_round(clock)
+
+    def one_round(self, clock: Stepper) -> None:
+        prompt = self.rng.integers(1, 64, SHORT)
+        (request,) = self.timed("submit", self.engine.submit, prompt, max_new_tokens=4)
+        start, step = time.perf_counter(), clock.count
+        while not request.tokens and not request.done:
+            self.timed("stats", self.engine.stats)
+            time.sleep(0.002)
+        if self.long.state == "reading":
+            self.first.append(time.perf_counter() - start)
+            self.steps.append(clock.count - step)
+        drawn = {"sampling": sampling(1.0), "key": jax.random.key(clock.count)}
+        unwanted = self.timed("submit", self.engine.submit, prompt, n=2, **drawn)
+        for one in unwanted:
+            self.timed("cancel", self.engine.cancel, one)
+        if self.streamed is not None and self.long.state == "reading":
+            self.timed("row", self.engine.row, self.streamed)
 
 
 class Stepper:
-    """Steps an engine, and notes when a request gets tokens."""
+    """Steps an engine until a prompt is answered, and notes when a request gets tokens."""
 
-    def __init__(self, engine: kvjax.Engine, streamed: Any, long: Any) -> None:
-        self.engine, self.streamed, self.long = engine, streamed, long
+    def __init__(self, engine: kvjax.Engine, long: Any, streamed: Any = None) -> None:
+        self.engine = engine
+        self.long = long
+        self.streamed = streamed
         self.count = 0
         self.seconds = list[float]()  # of each step that read a chunk
         self.news = list[float]()  # when the streamed request got tokens
@@ -94,43 +114,80 @@ class Stepper:
                     self.news.append(time.perf_counter())
 
 
-def measure(given: argparse.Namespace) -> dict[str, Any]:
+def engine_of(given: argparse.Namespace) -> kvjax.Engine:
     model = Decoder(CONFIG, rngs=nnx.Rngs(0))
-    capacity = given.tokens + 64
-    streamed_tokens = capacity - 8
-    cache = kvjax.init(kvjax.Full(), model.spec(batch=4, capacity=capacity), layers=1)
+    spec = model.spec(batch=SLOTS, capacity=given.tokens + 64)
     engine = kvjax.Engine(
-        model, cache, chunk=given.chunk, block=given.block, prompt_tokens=given.prompt_tokens
+        model,
+        kvjax.init(kvjax.Full(), spec, layers=CONFIG.layers),
+        chunk=given.chunk,
+        block=given.block,
+        prompt_tokens=given.prompt_tokens,
+        prefix_bytes=KEPT_BYTES,
     )
-    engine.warm_up(draws=False)
-    (streamed,) = engine.submit([1, 2, 3], max_new_tokens=streamed_tokens)
-    while not streamed.tokens:
+    engine.warm_up()
+    return engine
+
+
+def long_prompt(given: argparse.Namespace) -> np.ndarray:
+    return np.random.default_rng(0).integers(1, 64, given.tokens)
+
+
+def alone(given: argparse.Namespace) -> tuple[float, float]:
+    """Seconds of a chunk at the end of the long prompt, and of a block after it."""
+    engine = engine_of(given)
+    (long,) = engine.submit(long_prompt(given), max_new_tokens=8 + 4 * given.block)
+    chunks = list[float]()
+    blocks = list[float]()
+    while not long.done:
+        start, running = time.perf_counter(), long.state == "running"
         engine.step()
-    prompt = np.random.default_rng(0).integers(1, 64, given.tokens)
-    (long,) = engine.submit(prompt, max_new_tokens=1)
-    stepper, client = Stepper(engine, streamed, long), Client(engine, long)
+        (blocks if running else chunks).append(time.perf_counter() - start)
+    last = chunks[-max(len(chunks) // 10, 2) :]
+    return float(np.median(last)), float(np.median(blocks[1:]))
+
+
+def measure(
+    given: argparse.Namespace, streams: bool, chunk: float, block: float
+) -> dict[str, Any]:
+    engine = engine_of(given)
+    streamed = None
+    if streams:
+        (streamed,) = engine.submit([1, 2, 3], max_new_tokens=given.tokens)
+        while not streamed.tokens:
+            engine.step()
+    (long,) = engine.submit(long_prompt(given), max_new_tokens=1)
+    stepper = Stepper(engine, long, streamed)
+    client = Client(engine, long, streamed)
     other = threading.Thread(target=client.run, args=(stepper,))
     other.start()
     start = time.perf_counter()
     stepper.run()
     seconds = time.perf_counter() - start
     other.join()
-    gaps = np.diff(stepper.news)
     row: dict[str, Any] = {
         "tokens": given.tokens,
         "chunk": given.chunk,
         "block": given.block,
         "prompt_tokens": given.prompt_tokens or given.chunk,
         "short_ones": SHORT,
+        "streams": streams,
+        "chunk_alone": chunk,
+        "block_alone": block,
+        "bound": 2 * (chunk + block),
         "seconds": seconds,
         "steps": stepper.count,
         "longest_step": max(stepper.seconds),
-        "longest_between_blocks": float(gaps.max()),
+        "median_step": float(np.median(stepper.seconds)),
         "short_answered": len(client.first),
         "short_first_longest": max(client.first),
         "short_first_median": float(np.median(client.first)),
         "short_steps_longest": max(client.steps),
     }
+    if streams:
+        gaps = np.diff(stepper.news)
+        row["longest_between_blocks"] = float(gaps.max())
+        row["median_between_blocks"] = float(np.median(gaps))
     for what, times in client.times.items():
         row[f"longest_{what}"] = max(times)
         row[f"{what}_calls"] = len(times)
@@ -150,12 +207,16 @@ def main() -> None:
     given = parser.parse_args()
     if given.quick:
         given.tokens = min(given.tokens, 4000)
-    row = measure(given)
-    for name, value in row.items():
-        print(f"{name:24} {value:.4f}" if isinstance(value, float) else f"{name:24} {value}")
-    show(row)
+    chunk, block = alone(given)
+    rows = [measure(given, streams, chunk, block) for streams in (True, False)]
+    for row in rows:
+        for name, value in row.items():
+            print(
+                f"{name:24} {value:.4f}" if isinstance(value, float) else f"{name:24} {value}"
+            )
+        show(row)
     what = "seconds by the host's clock, while an engine reads a long prompt"
-    save(out_of(given, "while_reading.json"), what, [row], KEY)
+    save(out_of(given, "while_reading.json"), what, rows, KEY)
 
 
 if __name__ == "__main__":
