@@ -36,7 +36,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -60,15 +59,8 @@ from kvjax.generation.prompt_inputs import (
 )
 from kvjax.generation.sampling import Draws, Sampling, rows_of_draws, stack_draws
 from kvjax.memory import in_units, nbytes, on_host
-from kvjax.serve.beginnings import (
-    KeptRow,
-    KeptRows,
-    SharedPrefixes,
-    at_home,
-    bytes_of,
-    capacities_of,
-    same_tokens,
-)
+from kvjax.serve.beginnings import SharedPrefixes, same_tokens
+from kvjax.serve.keeping import Keeper, is_out_of_memory
 from kvjax.serve.prefixes import prefixed_like
 from kvjax.serve.requests import (
     NOT_FINITE,
@@ -89,14 +81,10 @@ from kvjax.serve.slots import (
     all_finite,
     can_truncate,
     capacities,
-    committed,
-    copy_of_row,
-    copy_of_slot,
     first_tokens,
     in_host,
     long_rows,
     read_chunk,
-    row_from,
     row_of,
     with_small_slots,
 )
@@ -124,15 +112,6 @@ class _Reading:
     tokens: int  # that are stored
     logits: Any = None
     homes: Any = None  # the shardings of row and logits that are parked in host memory
-
-
-@dataclasses.dataclass
-class _Leaving:
-    """A kept row whose tokens are not known yet, or not known to be finite."""
-
-    row: KeptRow
-    request: Request
-    prompt_only: bool
 
 
 class _Turns:
@@ -305,19 +284,21 @@ class Engine:
         # A row that is rotated for its final length has other keys than one of another length.
         copies = not self._whole_prompts and not self._rows.kind.rotated
         self._can_share = copies and can_truncate(self._slots.cache, self._spec)
-        self._kept: KeptRows | None = None
-        if require_int("prefix_bytes", prefix_bytes, at_least=0):
+        limit = require_int("prefix_bytes", prefix_bytes, at_least=0)
+        if limit:
             self._check_keeps(chunk, observes)
-            limit = require_int("prefix_host_bytes", prefix_host_bytes, at_least=0)
-            self._kept = KeptRows(prefix_bytes, limit, cuts=self._can_share)
-            self._kept_sizes = {
-                size: self._bytes_of_row(size) for size in capacities_of(self._spec.capacity)
-            }
         elif prefix_host_bytes:
             raise ValueError(
                 "prefix_host_bytes takes rows from prefix_bytes; say how many bytes stay on the device: "
                 "prefix_bytes=..."
             )
+        self._keeper = Keeper(
+            self._slots,
+            self._rows,
+            limit=limit,
+            host_limit=require_int("prefix_host_bytes", prefix_host_bytes, at_least=0),
+            cuts=self._can_share,
+        )
 
         self.slots = self._slots.count
         self._stop_tokens = None if stop_tokens is None else stop_ids(stop_array(stop_tokens))
@@ -335,7 +316,6 @@ class Engine:
         self._readings = dict[Prompt, _Reading]()
         self._starts = dict[Prompt, SharedStart]()  # where rows of a prompt begin
         self._to_clear = set[int]()  # slots that hold tokens of a request that has left
-        self._leaving = list[_Leaving]()
         self._in_flight = deque[Array]()  # logits of the last chunks
         self._blocks = deque[_Block]()
         self._drawn: tuple[list[Any], Draws | None] = [], None  # of the last block, by slot
@@ -401,7 +381,7 @@ class Engine:
             self._shared.check_room(len(tokens[0]), max_new_tokens, room)
         draws = rows_of_draws(Draws.of(sampling, key, n), n)
         made = [Request(tokens[0], max_new_tokens, draw, stops, self) for draw in draws]
-        known = 0 if self._kept is None else self._kept.find(tokens[0])[1]
+        known = self._keeper.known_tokens(tokens[0])
         with self._lock:
             if self._failed is not None:
                 raise RuntimeError(
@@ -445,9 +425,9 @@ class Engine:
                 prefixes=0 if self._shared is None else self._shared.in_use,
                 new_tokens=self._new_tokens,
                 steps=self._steps,
-                kept=0 if self._kept is None else self._kept.count,
-                kept_bytes=0 if self._kept is None else self._kept.nbytes,
-                kept_host_bytes=0 if self._kept is None else self._kept.host_nbytes,
+                kept=self._keeper.kept.count,
+                kept_bytes=self._keeper.kept.nbytes,
+                kept_host_bytes=self._keeper.kept.host_nbytes,
                 fill=self._used / max(self._steps * self.slots, 1),
             )
 
@@ -526,10 +506,9 @@ class Engine:
                 rows_of_draws(one, 1)  # as `submit` does
                 self._decode(stack_draws([None] * self.slots), nothing)
             if self._can_share:
-                for slot in self._slot_of_each_size():
+                for slot in self._slots.one_of_each_size():
                     self._first_tokens(slot, 0)
-            if self._kept is not None:
-                self._warm_kept()
+            self._keeper.warm_up()
 
     def save_prefixes(self, directory: str | Path) -> int:
         """Saves the kept rows in a directory, instead of those that an earlier call saved
@@ -541,10 +520,7 @@ class Engine:
           RuntimeError: another save to the directory is not done.
           OSError: the directory cannot be written; what an earlier call saved there stays.
         """
-        from kvjax.serve import kept_files  # which imports orbax
-
-        kept = self._keeping("save_prefixes")
-        return kept_files.save(directory, kept.copies(), self._whole)
+        return self._keeper.save(directory, self._whole)
 
     def restore_prefixes(self, directory: str | Path) -> int:
         """Keeps the rows that `save_prefixes` saved, as far as there is room for their bytes,
@@ -556,18 +532,7 @@ class Engine:
           ValueError: an engine that keeps none; prefixes of another model or another cache.
           DamagedSaveError: (a ValueError) files that are not those that were written.
         """
-        from kvjax.serve import kept_files  # which imports orbax
-
-        kept = self._keeping("restore_prefixes")
-        restored = list[KeptRow]()
-        for tokens, capacity, read in kept_files.saved(directory, self._whole):
-            size = self._kept_sizes.get(capacity)
-            if size is None or size > kept.limit:
-                continue  # of an engine with larger slots, or more room
-            cache = committed(read(self._shapes_of_row(capacity)))
-            with self._turns:
-                restored.append(kept.add(cache, size, tokens))
-        return sum(not row.dropped for row in restored)
+        return self._keeper.restore(directory, self._whole, self._turns)
 
     # ------------------------------------------------------------------ what a step does
 
@@ -624,7 +589,7 @@ class Engine:
             row, start = self._beginning(ids)
         except Exception as error:  # such as too little memory: the others go on
             with self._lock:
-                if _is_out_of_memory(error) and len(self._scheduler.reading) > 1:
+                if is_out_of_memory(error) and len(self._scheduler.reading) > 1:
                     self._scheduler.put_back(prompt)
                 else:
                     self._end_all(prompt.requests, error)
@@ -649,20 +614,13 @@ class Engine:
         """A row that holds the first tokens of the prompt, and how many: copied from a kept row
         or one that runs, whichever has more.
         """
-        kept, tokens = (None, 0) if self._kept is None else self._kept.find(prompt)
+        kept, tokens = self._keeper.kept.find(prompt)
         source, same = self._running_beginning(prompt)
         if same > tokens:
             return self._first_tokens(source, same), same
-        if kept is None or self._kept is None:
+        if kept is None:
             return self._rows.make(), 0
-        self._kept.use(kept)
-        row = row_from(
-            at_home(kept),
-            np.array([tokens], np.int32),
-            capacity=self._spec.capacity,
-            cuts=self._kept.cuts,
-        )
-        return committed(row), tokens
+        return self._keeper.beginning(kept, tokens), tokens
 
     def _running_beginning(self, prompt: np.ndarray) -> tuple[int, int]:
         """The slot of a row that begins like a prompt, and for how many tokens: whole chunks,
@@ -766,9 +724,8 @@ class Engine:
                 elif start.store:
                     self._shared.store(start, request.prompt)
             self._starts[work.prompt] = dataclasses.replace(start, store=False)
-        first = request is work.prompt.answers[0]
-        if first and self._kept is not None and not self._kept.cuts:
-            self._keep_prompt(reading.row, request)
+        if request is work.prompt.answers[0]:
+            self._keeper.keep_prompt(reading.row, request)
 
     def _release(self, prompt: Prompt) -> None:
         """Gives back the row of a prompt, so that the next one takes its arrays."""
@@ -872,7 +829,7 @@ class Engine:
                 self._drafted += seen.numbers
                 for slot, request in block.rows:
                     self._note(request, seen.tokens[slot], seen.bad[:, slot])
-            self._settle_leaving()
+            self._keeper.settle(self._in_blocks())
 
     def _note(self, request: Request, tokens: np.ndarray, bad: np.ndarray) -> None:
         """Notes the tokens of a block; `bad` bool[2] says where the logits had no best token."""
@@ -910,82 +867,14 @@ class Engine:
         if why is not None:
             raise ValueError(f"prefix_bytes keeps no rows here: {why}; leave it out")
 
-    def _keeping(self, verb: str) -> KeptRows:
-        if self._kept is None:
-            raise ValueError(
-                f"{verb} is for an engine that keeps rows; make it with prefix_bytes=..."
-            )
-        return self._kept
-
     def _keep(self, slot: int, request: Request) -> None:
         """Keeps the row that a request leaves in a slot."""
-        cut_short = request.reason == "cancelled" and not (self._kept and self._kept.cuts)
-        unproven = request.done and not request.tokens  # it may not be finite
-        if self._kept is None or request.reason == "error" or cut_short or unproven:
-            return
-        tokens = len(request.known) if request.done else request.size
-        capacity = self._kept_capacity(tokens)
+        self._keeper.keep_slot(slot, request)
+        self._keeper.settle(self._in_blocks())
 
-        def copy() -> Cache:
-            return copy_of_slot(
-                self._slots.cache,
-                self._slots.at(slot),
-                np.array([tokens], np.int32),
-                spec=self._spec,
-                capacity=capacity,
-                cuts=self._can_share,
-            )
-
-        self._hold(copy, capacity, request, prompt_only=False)
-        self._settle_leaving()
-
-    def _keep_prompt(self, row: Cache, request: Request) -> None:
-        """Keeps the row of a prompt as it was read: a row that cannot be cut serves no prompt
-        that goes on otherwise than by its answer.
-        """
-        capacity = self._kept_capacity(len(request.prompt))
-        copy = partial(copy_of_row, row, capacity=capacity)
-        self._hold(copy, capacity, request, prompt_only=True)
-
-    def _hold(
-        self, copy: Callable[[], Cache], capacity: int, request: Request, *, prompt_only: bool
-    ) -> None:
-        """Holds a row that `copy` makes, if there is room, until its tokens are known."""
-        assert self._kept is not None
-        try:
-            row = self._kept.hold(copy, self._kept_sizes[capacity])
-        except Exception as error:
-            if not _is_out_of_memory(error):
-                raise
-            return  # the request itself has its tokens
-        if row is not None:
-            self._leaving.append(_Leaving(row, request, prompt_only))
-
-    def _settle_leaving(self) -> None:
-        """Lets prompts find the kept rows whose tokens are known by now."""
-        if self._kept is None:
-            return
-        waiting = list[_Leaving]()
-        in_flight = [request for block in self._blocks for _, request in block.rows]
-        for one in self._leaving:
-            request = one.request
-            early = one.prompt_only and bool(request.tokens)
-            if not early and (not request.done or request in in_flight):
-                waiting.append(one)  # its last tokens may not be finite
-            elif not (request.finite or early) or not request.tokens:
-                self._kept.drop(one.row)
-            else:
-                self._kept.settle(one.row, request.prompt if one.prompt_only else request.known)
-        self._leaving = waiting
-
-    def _kept_capacity(self, tokens: int) -> int:
-        return next(size for size in self._kept_sizes if size >= tokens)
-
-    def _shapes_of_row(self, capacity: int) -> Any:
-        return jax.eval_shape(lambda row: copy_of_row(row, capacity=capacity), self._rows.empty)
-
-    def _bytes_of_row(self, capacity: int) -> int:
-        return bytes_of(self._shapes_of_row(capacity))
+    def _in_blocks(self) -> list[Request]:
+        """The requests of blocks whose tokens the host has not seen."""
+        return [request for block in self._blocks for _, request in block.rows]
 
     # ------------------------------------------------------------------ programs
 
@@ -995,35 +884,13 @@ class Engine:
         logits, row = read_chunk(
             self._reader, self._rows.make(), tokens, length, first_chunk=False
         )
-        for slot in self._slot_of_each_size():
+        for slot in self._slots.one_of_each_size():
             for store in (False, True) if self._shared is not None else (False,):
                 start = SharedStart(0 if store else -1, 0, store)
                 self._slots.assign(slot, row, logits, start)
             self._to_clear.add(slot)
         self._rows.give_back(row)
         self._rows.give_back(self._rows.make())
-
-    def _warm_kept(self) -> None:
-        """Compiles the copies of kept rows, of each capacity that they have."""
-        assert self._kept is not None
-        nothing = np.zeros(1, np.int32)
-        for capacity in self._kept_sizes:
-            for slot in self._slot_of_each_size():
-                row = copy_of_slot(
-                    self._slots.cache,
-                    self._slots.at(slot),
-                    nothing,
-                    spec=self._spec,
-                    capacity=capacity,
-                    cuts=self._can_share,
-                )
-            if not self._kept.cuts:
-                row = copy_of_row(self._rows.make(), capacity=capacity)
-            row_from(row, nothing, capacity=self._spec.capacity, cuts=self._kept.cuts)
-
-    def _slot_of_each_size(self) -> list[int]:
-        sizes = capacities(self._slots.cache)
-        return list({capacity: slot for slot, capacity in enumerate(sizes)}.values())
 
     # ------------------------------------------------------------------ the books
 
@@ -1089,7 +956,7 @@ class Engine:
         self._readings.clear()
         self._starts.clear()
         self._to_clear.clear()
-        self._leaving.clear()
+        self._keeper.forget_leaving()
         self._in_flight.clear()
         self._blocks.clear()
 
@@ -1133,7 +1000,7 @@ def _allocated(what: str, make: Callable[[], T]) -> T:
     try:
         return make()
     except Exception as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         raise too_large from error
 
@@ -1144,10 +1011,6 @@ def memory_bytes() -> int:
     if "bytes_limit" in stats:
         return int(stats["bytes_limit"])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
 def _cache_of_model(model: Any, policy: Any, slots: int | None, capacity: int | None) -> Cache:

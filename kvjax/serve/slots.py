@@ -118,6 +118,11 @@ class Slots:
     def at(self, slot: int) -> Slot:
         return Slot.of(self.cache, slot)
 
+    def one_of_each_size(self) -> list[int]:
+        """A slot of each capacity."""
+        sizes = capacities(self.cache)
+        return list({capacity: slot for slot, capacity in enumerate(sizes)}.values())
+
     def assign(self, slot: int, row: Cache, logits: Array, start: SharedStart) -> None:
         """Puts a row and its logits into a slot, which then draws tokens."""
         if self.logits is None:

@@ -17,8 +17,7 @@ import kvjax
 from kvjax.generation import prefilling
 from kvjax.generation.sampling import sampling
 from kvjax.models import Decoder
-from kvjax.serve import engine as engines
-from kvjax.serve import kept_files
+from kvjax.serve import keeping, kept_files
 from kvjax.serve.beginnings import KeptRow, KeptRows, PrefixTree, capacities_of
 from tests.fuzz.requests import CONFIG, NAN, POLICIES, model_of
 from tests.generation.test_generate import Tiny, compilations, new_cache, words
@@ -237,7 +236,7 @@ def test_prefixes_that_are_stored_once_are_kept_too(model):
 
 @pytest.mark.parametrize("small", [{}, {64: 2}], ids=["alike", "small"])
 def test_bytes_are_bound_and_the_oldest_goes(small, model):
-    row = kvjax.Engine(model, new_cache(1), prefix_bytes=1)._kept_sizes
+    row = kvjax.Engine(model, new_cache(1), prefix_bytes=1)._keeper.sizes
     limit, host = 2 * row[64] + 1, row[64]
     engine = kvjax.Engine(
         model,
@@ -264,7 +263,7 @@ def test_bytes_are_bound_and_the_oldest_goes(small, model):
 
 
 def test_what_was_used_last_stays(model):
-    size = kvjax.Engine(model, new_cache(1), prefix_bytes=1)._kept_sizes[64]
+    size = kvjax.Engine(model, new_cache(1), prefix_bytes=1)._keeper.sizes[64]
     engine = kvjax.Engine(model, new_cache(1), chunk=CHUNK, prefix_bytes=2 * size)
     first, second, third = words(40, 41, 42)
     for prompt in (first, second):
@@ -273,7 +272,7 @@ def test_what_was_used_last_stays(model):
     assert read == 1
     say(engine, list(third), 2)
     say(engine, [1], 1)
-    assert [row.tokens[0] for row in engine._kept.rows()].count(second[0]) == 0
+    assert [row.tokens[0] for row in engine._keeper.kept.rows()].count(second[0]) == 0
     assert engine.stats().kept_bytes <= 2 * size
 
 
@@ -439,7 +438,7 @@ def test_a_save_for_which_the_disk_is_too_small_changes_nothing(tmp_path, monkey
 
 def test_an_engine_steps_while_its_rows_are_saved(tmp_path, monkeypatch):
     """Rows that are dropped meanwhile are left out, and a second save is refused."""
-    size = engine_of("full")._kept_sizes[64]
+    size = engine_of("full")._keeper.sizes[64]
     engine = engine_of("full", prefix_bytes=3 * size)
     rng = np.random.default_rng(2)
     prompts = [rng.integers(1, NAN, 30).tolist() for _ in range(5)]
@@ -479,7 +478,7 @@ def test_an_engine_steps_while_its_rows_are_saved(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("room", "rows"), [(-1, 0), (0, 1), (1, 1)])
 def test_restored_rows_fit_in_the_bound(tmp_path, room, rows):
     saving(engine_of("full"), tmp_path)
-    size = engine_of("full")._kept_sizes[64]
+    size = engine_of("full")._keeper.sizes[64]
     engine = engine_of("full", prefix_bytes=size + room)
     assert engine.restore_prefixes(tmp_path) == rows
     assert engine.stats().kept_bytes == rows * size
@@ -494,7 +493,7 @@ def test_a_row_for_which_there_is_no_memory_is_not_kept(monkeypatch):
     def no_room(*args, **settings):
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
-    monkeypatch.setattr(engines, "copy_of_slot", no_room)
+    monkeypatch.setattr(keeping, "copy_of_slot", no_room)
     first, _ = say(engine, list(talk), 5)
     say(engine, [1], 1)
     assert engine.stats().kept == 0
