@@ -442,8 +442,7 @@ class Engine:
                 raise ValueError(
                     f"the request is {request.state}, so no slot holds its tokens; ask while it runs"
                 )
-            while self._blocks:  # so that the row and `tokens` are alike
-                self._receive()
+            self._receive_until(0)  # so that the row and `tokens` are alike
             return row_of(self._slots.cache, self._slots.at(slot), self._spec)
 
     # ------------------------------------------------------------------ steps
@@ -469,11 +468,12 @@ class Engine:
         """
         with self._turns:
             try:
+                if not self._running():  # so that prompts find what the last requests left
+                    self._receive_until(0)
                 asked = self._failed is None and self._ask()
                 # Rules that change logits count the tokens of the block before.
                 late = 1 if asked and self._processors.idle else 0
-                while len(self._blocks) > late:
-                    self._receive()
+                self._receive_until(late)
             except Exception as error:
                 self._fail(error)
                 raise
@@ -816,6 +816,11 @@ class Engine:
             capacity=self._spec.capacity,
             vocabulary=self._slots.logits.shape[1],
         )
+
+    def _receive_until(self, late: int) -> None:
+        """Waits until at most `late` blocks are left that the host has not seen."""
+        while len(self._blocks) > late:
+            self._receive()
 
     def _receive(self) -> None:
         """Waits for the block that was asked for first, and notes its tokens."""

@@ -194,6 +194,24 @@ def test_requests_that_end_early_are_kept(end, model):
     assert tokens == same.tokens
 
 
+def test_a_row_is_kept_though_nobody_steps_after_its_last_token(model):
+    """As a server does, which rests until the next turn: a block may be in flight then."""
+    (prompt,) = words(40)
+    settings = {"chunk": CHUNK, "block": 4, "prefix_bytes": MANY}
+    engine = kvjax.Engine(model, new_cache(2), **settings)
+    (whole,) = engine.submit(prompt, max_new_tokens=20)
+    engine.run()
+    engine = kvjax.Engine(model, new_cache(2), **settings)
+    (request,) = engine.submit(prompt, max_new_tokens=20, stop_tokens=whole.tokens[5:6])
+    while not request.done:
+        engine.step()
+    before = engine.stats().prompt_tokens
+    (turn,) = engine.submit([*prompt, *request.tokens, 3, 4], max_new_tokens=2)
+    while not turn.done:
+        engine.step()
+    assert engine.stats().prompt_tokens - before == 2
+
+
 def test_rows_that_are_not_finite_are_not_kept():
     for name in ("full", "kivi"):
         engine = engine_of(name, model=model_of(name))
