@@ -389,10 +389,17 @@ class KeptRows:
     def _make_room(self, size: int) -> None:
         """Moves rows out until `size` bytes more may be kept."""
         while self.nbytes + size > self.limit:
-            on_device = [row for row in self._rows if not row.in_host]
-            oldest = min(on_device, key=_last_use)
-            if not self._move_to_host(oldest):
-                self.drop(oldest)
+            self.move_out_oldest()
+
+    def move_out_oldest(self) -> bool:
+        """Moves the row that was not used for longest to host memory, or drops it; false if no
+        row is on the device.
+        """
+        on_device = [row for row in self._rows if not row.in_host]
+        oldest = min(on_device, key=_last_use, default=None)
+        if oldest is not None and not self._move_to_host(oldest):
+            self.drop(oldest)
+        return oldest is not None
 
     def _move_to_host(self, row: KeptRow) -> bool:
         """Moves a row to host memory, from where the oldest ones go for it; false if it is too

@@ -586,7 +586,7 @@ class Engine:
         request: Any = prompt.answers[0]
         ids = request.prompt
         try:
-            row, start = self._beginning(ids)
+            row, start = self._row_with_beginning(ids)
         except Exception as error:  # such as too little memory: the others go on
             with self._lock:
                 if is_out_of_memory(error) and len(self._scheduler.reading) > 1:
@@ -609,6 +609,17 @@ class Engine:
         if start % self.chunk:
             return prefilling.cut(tokens - start, self._sizes)
         return prefilling.cut(tokens, self._sizes)[start // self.chunk :]
+
+    def _row_with_beginning(self, prompt: np.ndarray) -> tuple[Cache, int]:
+        """`_beginning`, for which kept rows make room if there is no memory: none of them is
+        worth a request.
+        """
+        while True:
+            try:
+                return self._beginning(prompt)
+            except Exception as error:
+                if not is_out_of_memory(error) or not self._keeper.kept.move_out_oldest():
+                    raise
 
     def _beginning(self, prompt: np.ndarray) -> tuple[Cache, int]:
         """A row that holds the first tokens of the prompt, and how many: copied from a kept row
