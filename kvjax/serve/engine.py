@@ -735,7 +735,7 @@ class Engine:
                 elif start.store:
                     self._shared.store(start, request.prompt)
             self._starts[work.prompt] = dataclasses.replace(start, store=False)
-        if request is work.prompt.answers[0]:
+        if work.request is work.prompt.answers[0]:
             self._keeper.keep_prompt(reading.row, request)
 
     def _release(self, prompt: Prompt) -> None:
