@@ -88,8 +88,8 @@ class Keeper:
             self._hold(copy, capacity, request, prompt_only=True)
 
     def settle(self, in_flight: Collection[Request]) -> None:
-        """Lets prompts find the held rows whose tokens are known by now. Of requests
-        `in_flight` the device draws tokens that nobody has seen.
+        """Lets prompts find the held rows whose tokens are known by now. The device draws tokens
+        of requests `in_flight` that nobody has seen.
         """
         waiting = list[_Leaving]()
         for one in self._leaving:
