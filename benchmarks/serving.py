@@ -305,7 +305,8 @@ def run_part(
         (rng.integers(1, 60, group).astype(np.int32), sizes["answer"])
         for _ in range(given.groups)
     ]
-    waiting = {"max_waiting": 8 * max(len(work), len(groups))}
+    # One row to read into: each more takes the memory of a slot, of which all parts have as many.
+    waiting = {"max_waiting": 8 * max(len(work), len(groups)), "readers": 1}
     if part == "batches":
         found = run_batches(model, method, slots + 1, capacity, work, minutes, given.every)
         return {"slots": slots + 1, "every": given.every, **found}
