@@ -116,7 +116,7 @@ class Stepper:
 
 def engine_of(given: argparse.Namespace) -> kvjax.Engine:
     model = Decoder(CONFIG, rngs=nnx.Rngs(0))
-    spec = model.spec(batch=SLOTS, capacity=given.tokens + 64)
+    spec = model.spec(batch=SLOTS, capacity=given.tokens + 8 * given.block)
     engine = kvjax.Engine(
         model,
         kvjax.init(kvjax.Full(), spec, layers=CONFIG.layers),
@@ -136,7 +136,7 @@ def long_prompt(given: argparse.Namespace) -> np.ndarray:
 def alone(given: argparse.Namespace) -> tuple[float, float]:
     """Seconds of a chunk at the end of the long prompt, and of a block after it."""
     engine = engine_of(given)
-    (long,) = engine.submit(long_prompt(given), max_new_tokens=8 + 4 * given.block)
+    (long,) = engine.submit(long_prompt(given), max_new_tokens=6 * given.block)
     chunks = list[float]()
     blocks = list[float]()
     while not long.done:
