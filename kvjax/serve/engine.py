@@ -85,7 +85,8 @@ from kvjax.serve.slots import (
     in_host,
     long_rows,
     read_chunk,
-    row_of,
+    splits_rows,
+    whole_row,
     with_small_slots,
 )
 from kvjax.spec import require_int
@@ -443,7 +444,7 @@ class Engine:
                     f"the request is {request.state}, so no slot holds its tokens; ask while it runs"
                 )
             self._receive_until(0)  # so that the row and `tokens` are alike
-            return row_of(self._slots.cache, self._slots.at(slot), self._spec)
+            return self._whole_row(slot)
 
     # ------------------------------------------------------------------ steps
 
@@ -505,9 +506,11 @@ class Engine:
                 one = Draws.of(Sampling(temperature=1.0), jax.random.key(0), 1)
                 rows_of_draws(one, 1)  # as `submit` does
                 self._decode(stack_draws([None] * self.slots), nothing)
-            if self._can_share:
-                for slot in self._slots.one_of_each_size():
+            for slot in self._slots.one_of_each_size():
+                if self._can_share:
                     self._first_tokens(slot, 0)
+                if not splits_rows(self._slots.cache):
+                    self._whole_row(slot)
             self._keeper.warm_up()
 
     def save_prefixes(self, directory: str | Path) -> int:
@@ -648,6 +651,9 @@ class Engine:
         if same and not known and not all_finite(on_host(self._slots.logits)[slot]):
             return -1, 0
         return slot, same
+
+    def _whole_row(self, slot: int) -> Cache:
+        return whole_row(self._slots.cache, self._slots.at(slot), spec=self._spec)
 
     def _first_tokens(self, slot: int, tokens: int) -> Cache:
         length = np.array([tokens], np.int32)

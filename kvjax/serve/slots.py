@@ -264,6 +264,12 @@ def _clear(
 
 
 @partial(jax.jit, static_argnames="spec")
+def whole_row(cache: Cache, slot: Slot, *, spec: CacheSpec) -> Cache:
+    """`row_of` a slot, in one program."""
+    return row_of(cache, slot, spec)
+
+
+@partial(jax.jit, static_argnames="spec")
 def first_tokens(cache: Cache, slot: Slot, length: Array, *, spec: CacheSpec) -> Cache:
     """`row_of` a slot, cut to its first tokens."""
     return truncate(row_of(cache, slot, spec), length)
@@ -274,13 +280,18 @@ def row_of(cache: Cache, slot: Slot, spec: CacheSpec) -> Cache:
     policy: Any = cache.layers[0].policy
     if isinstance(policy, PerRow):
         return _take_row(cache, slot, spec)
-    if cache.placement is not None and cache.placement.parts("batch") > 1:
+    if splits_rows(cache):
         raise ValueError(
             f"no row can be taken out of slots that devices share, {cache.placement}; split heads alone"
         )
     if isinstance(getattr(policy, "store", None), Prefixed):
         return without_prefix(cache, slot.index, capacity=spec.capacity)
     return take_rows(cache, slot.index[None])
+
+
+def splits_rows(cache: Cache) -> bool:
+    """True if devices have rows of their own, of which none is taken out."""
+    return cache.placement is not None and cache.placement.parts("batch") > 1
 
 
 @partial(jax.jit, static_argnums=2, inline=True)

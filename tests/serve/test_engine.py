@@ -133,7 +133,11 @@ def test_nothing_compiles_after_warm_up(model):
             engine.submit(prompt, n=n, sampling=sampling(1.0), key=key, max_new_tokens=2)
             engine.step()
         engine.run()
+        (request,) = engine.submit([3, 4], max_new_tokens=30)
+        step_until_running(engine, request)
+        row = engine.row(request)
     assert not seen
+    assert row.length.tolist() == [2 + len(request.tokens)]
 
 
 def test_a_row_that_is_not_finite_ends_alone():
