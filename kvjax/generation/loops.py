@@ -52,6 +52,7 @@ class Loop(NamedTuple):
         Array  # f32[L] running mean over the decode steps of active rows; [0] if not measured
     )
     counted: Array  # f32[] row steps in that mean
+    log_probabilities: Array | None = None  # f32[B, ROOM] of the tokens; None: not asked for
 
 
 L = TypeVar("L", Loop, "DraftLoop")
@@ -136,6 +137,22 @@ def check_finite(bad: np.ndarray, when: str) -> None:
         )
 
 
+def log_probability(logits: Array, tokens: Array, draws: Draws | None) -> Array:
+    """The log-probabilities f32[B] or f32[B, T] of tokens, by logits with a last axis V over the
+    temperature of each row; that of greedy rows counts as 1.
+
+    >>> log_probability(jnp.log(jnp.array([[0.25, 0.75]])), jnp.array([1]), None).round(3).tolist()
+    [-0.2879999876022339]
+    """
+    logits = logits.astype(jnp.float32)
+    if draws is not None:
+        temperature = jnp.asarray(draws.settings.temperature)
+        temperature = jnp.where(temperature > 0, temperature, 1.0)
+        logits = logits / temperature.reshape(-1, *(1,) * (logits.ndim - 1))
+    chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+    return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
 def count_attended(
     mean: Array, counted: Array, infos: Sequence[Info | None], took: Array
 ) -> tuple[Array, Array]:
@@ -157,7 +174,7 @@ def count_attended(
 
 @partial(
     jax.jit,
-    static_argnames=("measure", "exact"),
+    static_argnames=("measure", "exact", "log_probabilities"),
     donate_argnames="cache",
     compiler_options=CONCURRENT,
 )
@@ -174,6 +191,7 @@ def decode_loop(
     *,
     measure: bool,
     exact: bool = False,
+    log_probabilities: bool = False,
 ) -> tuple[Loop, Array]:
     """Emits up to `limit` <= `ROOM` tokens per row; also returns bool[2, B], the rows whose
     logits have no best token, before the first step and after the last one. Such a row ends.
@@ -182,6 +200,7 @@ def decode_loop(
     emitted. Each row may have its own: `limit` and `first` are i32[] or i32[B], the stop tokens
     `stop` i32[n] or i32[B, n]. `processed` has rules that change the logits, and the tokens
     before this call. With `exact`, steps attend to all tokens of the cache.
+    `log_probabilities` are those of the tokens (`log_probability`), before rules and filters.
     """
     bad = has_no_best(logits)
 
@@ -202,6 +221,8 @@ def decode_loop(
         )
 
     start = _start(cache, logits, active & ~bad, len(attending(cache)) if measure else 0)
+    if log_probabilities:
+        start = start._replace(log_probabilities=jnp.zeros(start.tokens.shape, jnp.float32))
     done = _between_flushes(more, start, (more, emit))
     return done, jnp.stack([bad, has_no_best(done.logits)])
 
@@ -272,6 +293,10 @@ def _draw(
     tokens = lax.dynamic_update_index_in_dim(
         s.tokens, jnp.where(active, token, PAD), s.step, axis=1
     )
+    if s.log_probabilities is not None:
+        found = log_probability(s.logits, token, draws)
+        kept = lax.dynamic_update_index_in_dim(s.log_probabilities, found, s.step, axis=1)
+        s = s._replace(log_probabilities=kept)
     return s._replace(tokens=tokens), active, jnp.where(active, token, 0)[:, None]
 
 
@@ -467,11 +492,12 @@ class DraftLoop(NamedTuple):
     counted: Array
     state: Any  # of the drafter
     numbers: Array  # i32[3] steps of a row, tokens drafted, tokens accepted
+    log_probabilities: Array | None = None  # as in Loop
 
 
 @partial(
     jax.jit,
-    static_argnames="measure",
+    static_argnames=("measure", "log_probabilities"),
     donate_argnames=("cache", "state"),
     compiler_options=CONCURRENT,
 )
@@ -489,26 +515,31 @@ def draft_loop(
     processed: tuple[Rules, History] | None = None,
     *,
     measure: bool,
+    log_probabilities: bool = False,
 ) -> tuple[DraftLoop, Array]:
-    """`decode_loop` in rounds of several tokens: the next token of each row and a draft of those
-    after it. A round in which no row drafts is a step of one token.
+    """`decode_loop` in rounds of several tokens: the next token of each row and a draft of
+    those after it. A round in which no row drafts is a step of one token. `log_probabilities`
+    are those of the steps that verify.
     """
     bad = has_no_best(logits)
     B = logits.shape[0]
+    tokens = jnp.full((B, ROOM), PAD, jnp.int32)
     start = DraftLoop(
         emitted=jnp.zeros(B, jnp.int32),
         cache=cache,
         logits=logits,
-        tokens=jnp.full((B, ROOM), PAD, jnp.int32),
+        tokens=tokens,
         active=jnp.asarray(active) & ~bad,
         attended=jnp.zeros(len(attending(cache)) if measure else 0, jnp.float32),
         counted=jnp.zeros((), jnp.float32),
         state=state,
         numbers=jnp.zeros(3, jnp.int32),
+        log_probabilities=jnp.zeros(tokens.shape, jnp.float32) if log_probabilities else None,
     )
     rounds = _Rounds(
         model=model,
         drafter=drafter,
+        draws=draws,
         draw=drawing(draws, B),
         ruled=None if processed is None else _ruling(processed, first, stop),
         first=first,
@@ -535,6 +566,7 @@ class _Rounds:
 
     model: Model
     drafter: Any  # without its state
+    draws: Draws | None
     draw: Callable[[Array, Array], Array]  # from logits, for a number of the text's tokens
     # changes logits f32[B, V] after n of the tokens i32[B, ROOM]
     ruled: Callable[[Array, Array, Array], Array] | None
@@ -621,7 +653,9 @@ class _Rounds:
 
     def feed(self, cache: Cache, tokens: Array, lengths: Array) -> Fed:
         """Feeds the first `lengths` i32[B] of tokens i32[B, T] in one step of the model."""
-        exact = {"exact": True} if self.drafter.exact else {}
+        told: dict[str, Any] = {"exact": True} if self.drafter.exact else {}
+        if self.measure:
+            told["info"] = True
         with flushed():
             logits, cache, *infos = call_model(
                 self.model,
@@ -629,8 +663,7 @@ class _Rounds:
                 cache,
                 lengths=lengths,
                 steps=True,
-                info=self.measure,
-                **exact,
+                **told,
             )
         return Fed(tokens, logits, cache, infos[0] if self.measure else ())
 
@@ -670,6 +703,11 @@ class _Rounds:
         if self.measure:
             attended, counted = count_attended(attended, counted, fed.infos, kept.T)
         numbers = [jnp.sum(a, dtype=jnp.int32) for a in (now.active, drafted, right)]
+        log_probabilities = s.log_probabilities
+        if log_probabilities is not None:
+            before = jnp.concatenate([s.logits[:, None], fed.logits[:, :-1]], axis=1)
+            found = log_probability(before, fed.tokens, self.draws)
+            log_probabilities = put_last(log_probabilities, at, found)
         return DraftLoop(
             emitted=s.emitted + taken,
             cache=rollback(fed.cache, s.cache.length + taken),
@@ -680,4 +718,5 @@ class _Rounds:
             counted=counted,
             state=drafter.accept(fed.tokens, taken, drafted).state,
             numbers=s.numbers + jnp.stack(numbers),
+            log_probabilities=log_probabilities,
         )

@@ -91,6 +91,8 @@ class Generation:
     )
     speculation: Speculation | None = None  # acceptance of drafts; None without a draft
     compile_seconds: float = 0.0  # that this call compiled, or read programs from disk; the rest of its time was work
+    # f32[B, max_new_tokens] of the new tokens, then 0; None: not asked for
+    log_probabilities: np.ndarray | None = None
 
     @property
     def rows(self) -> list[list[int]]:
@@ -131,6 +133,7 @@ def generate(
     measure: bool = False,
     draft: Draft | None = None,
     sparse_prompt: float | None = None,
+    log_probabilities: bool = False,
 ) -> Generation:
     """Continues each row of the prompt until it emits a stop token or `max_new_tokens`.
 
@@ -153,6 +156,9 @@ def generate(
         and the text is that of full attention.
       sparse_prompt: the share of the stored tokens to which a block of a long prompt attends,
         as in `prefill`. The text changes.
+      log_probabilities: fills in `Generation.log_probabilities`: those of the new tokens by the
+        model's logits over the temperature, before processors and filters. With a draft they
+        are the model's, not the draft's.
 
     Raises:
       ValueError: a request that cannot be served, before any work is done: see
@@ -169,6 +175,7 @@ def generate(
         "measure": measure,
         "draft": draft,
         "sparse_prompt": sparse_prompt,
+        "log_probabilities": log_probabilities,
     }
     return _decode_all(
         stream(model, cache, prompt, lengths, max_new_tokens=max_new_tokens, **settings),
@@ -189,6 +196,7 @@ def decode(
     key: Array | None = None,
     stop_tokens: int | Iterable[int] = (),
     measure: bool = False,
+    log_probabilities: bool = False,
 ) -> Generation:
     """`generate` without a prompt, from the logits f32[B, V] of the next token that `prefill`
     or a Generation holds.
@@ -217,10 +225,19 @@ def decode(
     )
     draws = Draws.of(sampling, key, B)
     processed = _start(processors, cache, logits)
-    settings: dict[str, Any] = {"active": rows, "measure": measure, "processed": processed}
-    return _decode_all(
-        Stream(model, cache, logits, max_new_tokens, draws, stop, **settings), max_new_tokens
+    run = Stream(
+        model,
+        cache,
+        logits,
+        max_new_tokens,
+        draws,
+        stop,
+        active=rows,
+        measure=measure,
+        processed=processed,
+        log_probabilities=log_probabilities,
     )
+    return _decode_all(run, max_new_tokens)
 
 
 def _keywords(measure: bool, draft: Draft | None) -> list[str]:
@@ -239,6 +256,11 @@ def _decode_all(run: Stream, max_new_tokens: int) -> Generation:
     tokens[:, : found.shape[1]] = found
     raise_on_overflow(run.cache)
     lengths = np.array([len(row) for row in run.rows], np.int32)
+    likely = None
+    if run.log_probabilities is not None:
+        likely = np.zeros(tokens.shape, np.float32)
+        for row, new in zip(likely, run.log_probabilities, strict=True):
+            row[: len(new)] = new
     return Generation(
         tokens,
         lengths,
@@ -247,6 +269,7 @@ def _decode_all(run: Stream, max_new_tokens: int) -> Generation:
         run.attended,
         run.speculation,
         run.compile_seconds,
+        likely,
     )
 
 
@@ -270,6 +293,7 @@ def stream(
     draft: Draft | None = None,
     sparse_prompt: float | None = None,
     short: bool = False,
+    log_probabilities: bool = False,
 ) -> Stream:
     """`generate` as an iterator: the same tokens, in blocks of up to `block` tokens per row.
 
@@ -277,10 +301,10 @@ def stream(
     `tokenizer` and one row, pieces of text that never split a character. This call checks and
     prefills the prompt, so errors are raised before the first block. The host waits for the
     device once per block: a larger block is faster, a smaller one streams more smoothly.
-    `draft` and `sparse_prompt` are as in `generate`; with a draft, a block is at least the
-    draft and the token before it. `short=True` trades decode speed for compile time, for a
-    process that gives one answer: where prompts are read layer by layer, decode steps also run
-    one layer at a time.
+    `draft`, `sparse_prompt` and `log_probabilities` are as in `generate`; with a draft, a block
+    is at least the draft and the token before it. `short=True` trades decode speed for compile
+    time, for a process that gives one answer: where prompts are read layer by layer, decode
+    steps also run one layer at a time.
     """
     check_model_cache(model, cache, _keywords(measure, draft))
     model = as_model(model)
@@ -333,6 +357,7 @@ def stream(
         compile_seconds=clock.seconds,
         processed=_start(processors, cache, logits, tokens, lengths),
         short=short,
+        log_probabilities=log_probabilities,
     )
 
 
@@ -388,6 +413,8 @@ class Stream(Iterator[Any]):
 
     cache: Cache  # holds the prompt and all tokens emitted so far
     rows: list[list[int]]  # the new tokens of each row so far
+    # their log-probabilities; None: not asked for
+    log_probabilities: list[list[float]] | None
     compile_seconds: float  # that compiling took so far, that of the prompt included
 
     def __init__(
@@ -407,17 +434,20 @@ class Stream(Iterator[Any]):
         compile_seconds: float = 0.0,
         processed: tuple[Rules, History] | None = None,
         short: bool = False,
+        log_probabilities: bool = False,
     ) -> None:
         batch = cache.spec.batch
         self.cache, self._logits = commit_together((cache, to_context(logits)))
         self._attended, self._counted = np.zeros(len(attending(cache)), np.float32), 0.0
         self.rows = [[] for _ in range(batch)]
+        self.log_probabilities = [[] for _ in range(batch)] if log_probabilities else None
         self._noted = [0] * batch  # tokens of each row that are noted in full
         self.compile_seconds = compile_seconds
         follows = any(
             layer.policy.follows for layer in cache.layers
         )  # and would need what another layer selected
-        short = short and drafter is None and not follows and by_layer(model, cache)
+        short = short and drafter is None and not log_probabilities and not follows
+        short = short and by_layer(model, cache)
         self._model: Any = ByLayer(FlatLayers.of(model)) if short else Flat.of(model)
         self._processed = processed
         self._unread: list[Any] = []  # what a loop returned, until the host has read it
@@ -458,6 +488,8 @@ class Stream(Iterator[Any]):
         how = {"measure": self._measure}
         if self._exact:
             how["exact"] = True
+        if self.log_probabilities is not None:
+            how["log_probabilities"] = True
         return (*state, np.int32(self._step), np.int32(limit), self._stop, self._processed), how
 
     def programs(self) -> list[Program]:
@@ -499,9 +531,18 @@ class Stream(Iterator[Any]):
         self.cache, self._logits = done.cache, done.logits
         count = done.emitted if drafted else done.step
         numbers = done.numbers if drafted else np.zeros_like(self._numbers)
-        tokens, count, active, bad, attended, counted, numbers = jax.tree.map(
+        tokens, count, active, bad, attended, counted, numbers, likely = jax.tree.map(
             on_host,
-            (done.tokens, count, done.active, bad, done.attended, done.counted, numbers),
+            (
+                done.tokens,
+                count,
+                done.active,
+                bad,
+                done.attended,
+                done.counted,
+                numbers,
+                done.log_probabilities,
+            ),
         )
         size = int(np.max(count))
         bad_before, bad_after = bad
@@ -515,6 +556,11 @@ class Stream(Iterator[Any]):
         new_rows = [new[new != PAD].tolist() for new in tokens]
         for row, start, new in zip(self.rows, self._noted, new_rows, strict=True):
             row[start:] = new
+        if self.log_probabilities is not None:
+            for known, start, found, own in zip(
+                self.log_probabilities, self._noted, likely[:, :size], tokens, strict=True
+            ):
+                known[start:] = found[own != PAD].tolist()
         steps = float(counted)
         after = {
             "_unread": [],

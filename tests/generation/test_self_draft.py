@@ -212,6 +212,32 @@ def test_a_round_that_drafts_nothing_feeds_one_token(
     assert (told.steps, told.drafted) == (60, 0)
 
 
+def test_a_model_that_reports_nothing_can_draft(model: Decoder) -> None:
+    """One without `info`, which only `measure` needs."""
+
+    def silent(
+        tokens: Any,
+        cache: Any,
+        *,
+        lengths: Any = None,
+        active: Any = None,
+        last_logits: bool = False,
+        first_chunk: bool = False,
+        steps: bool = False,
+        exact: bool = False,
+    ) -> Any:
+        how: dict[str, Any] = {"lengths": lengths, "active": active, "last_logits": last_logits}
+        how |= {"first_chunk": first_chunk, "steps": steps, "exact": exact}
+        return model(tokens, cache, **how)
+
+    def drafted(called: Any) -> list[list[int]]:
+        cache = kvjax.init(POLICY, model.spec(3, 96), layers=CONFIG.layers)
+        draft = SelfDraft(tokens=3)
+        return kvjax.generate(called, cache, PROMPT, max_new_tokens=5, draft=draft).rows
+
+    assert drafted(silent) == drafted(model)
+
+
 def test_where_drafts_do_not_pay_the_text_is_that_of_full_attention(
     model: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
