@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import sys
 import types
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
@@ -26,6 +27,7 @@ SPEC = kvjax.CacheSpec(
 def example(name):
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # its dataclasses look there
     spec.loader.exec_module(module)
     return module
 
@@ -139,10 +141,14 @@ def tunix(name):
     return importlib.import_module(f"tunix.models.{name}.model"), sampler, adapter
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["llama3", "qwen3"])
-def test_the_sampler_of_tunix_gives_its_own_tokens(name):
-    """Prompts of several lengths, greedy; then with a selection, whose tokens may differ."""
+TUNIX_PROMPTS = ["hello", "a longer prompt than", "abc"]
+SELECTING = kvjax.Retrieval(
+    selector=kvjax.Fier(group=8), budget=8, sink=1, local=3, demote=kvjax.Fifo(leave=8)
+)
+
+
+def tiny_tunix(name):
+    """A module of tunix, and a function that makes a sampler of a tiny model."""
     module, sampler, adapter = tunix(name)
 
     class Tokenizer(adapter):
@@ -175,34 +181,77 @@ def test_the_sampler_of_tunix_gives_its_own_tokens(name):
     config = dataclasses.replace(base, head_dim=16, **sizes)
     if name == "qwen3":
         config = dataclasses.replace(config, dtype=jnp.float32, param_dtype=jnp.float32)
-    kind, prompts = (
-        (module.Llama3 if name == "llama3" else module.Qwen3),
-        ["hello", "a longer prompt than", "abc"],
-    )
+    kind = module.Llama3 if name == "llama3" else module.Qwen3
 
-    def answers():
+    def make():
         model = kind(config, rngs=nnx.Rngs(0))
         cache = sampler.CacheConfig(cache_size=64, num_layers=2, num_kv_heads=2, head_dim=16)
-        run = sampler.Sampler(model, Tokenizer(), cache)
-        return [
-            out.tolist()
-            for out in run(prompts, max_generation_steps=12, max_prompt_length=32).tokens
-        ]
+        return sampler.Sampler(model, Tokenizer(), cache)
 
-    selecting = kvjax.Retrieval(
-        selector=kvjax.Fier(group=8), budget=8, sink=1, local=3, demote=kvjax.Fifo(leave=8)
-    )
+    return module, make
+
+
+@contextmanager
+def as_tunix_needs():
+    """Rules for dtypes and ranks that its own code needs."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["llama3", "qwen3"])
+def test_the_sampler_of_tunix_gives_its_own_tokens(name):
+    """Prompts of several lengths, greedy; then with a selection, whose tokens may differ."""
+    module, make = tiny_tunix(name)
+
+    def answers():
+        out = make()(TUNIX_PROMPTS, max_generation_steps=12, max_prompt_length=32)
+        return [row.tolist() for row in out.tokens]
+
     kvjax_caches = example("tunix_sampler").kvjax_caches
-    with (
-        jax.numpy_dtype_promotion("standard"),
-        jax.numpy_rank_promotion("allow"),
-    ):  # tunix's own code needs them
+    with as_tunix_needs():
         want = answers()
         with kvjax_caches(module, kvjax.Full()):
             assert answers() == want
-        with kvjax_caches(module, selecting):
+        with kvjax_caches(module, SELECTING):
             assert len(answers()) == len(want)
         assert answers() == want
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["llama3", "qwen3"])
+def test_rollouts_of_tunix_have_the_log_probabilities_of_the_exact_policy(name):
+    """Greedy: tokens and log-probabilities of tunix's own sampler. Drawn: those of one pass of
+    its model over the text, without a cache.
+    """
+    module, make = tiny_tunix(name)
+    adapter = example("tunix_sampler")
+    with as_tunix_needs():
+        want = make()(
+            TUNIX_PROMPTS, max_generation_steps=24, max_prompt_length=32, return_logprobs=True
+        )
+        with adapter.kvjax_caches(module, SELECTING):
+            found = adapter.exact_rollouts(make(), TUNIX_PROMPTS, max_generation_steps=24)
+            drawn = adapter.exact_rollouts(
+                make(), TUNIX_PROMPTS, max_generation_steps=24, temperature=0.7, seed=3
+            )
+        assert [row.tolist() for row in found.tokens] == [row.tolist() for row in want.tokens]
+        assert found.text == want.text
+        for ours, theirs in zip(found.logprobs, want.logprobs, strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=2e-4)
+
+        sampler = make()
+        for prompt, new, logprobs in zip(
+            TUNIX_PROMPTS, drawn.tokens, drawn.logprobs, strict=True
+        ):
+            before = list(sampler.tokenize(prompt))
+            text = jnp.asarray([before + new.tolist()], jnp.int32)
+            n = text.shape[1]
+            seen = jnp.tril(jnp.ones((n, n), bool))[None]
+            logits, _ = sampler.transformer(text, jnp.arange(n)[None], None, seen)
+            every = jax.nn.log_softmax(logits[0].astype(jnp.float32) / 0.7)
+            mine = every[jnp.arange(len(before) - 1, n - 1), text[0, len(before) :]]
+            np.testing.assert_allclose(logprobs, mine, atol=2e-4)
 
 
 def test_the_tunix_adapter_names_models_that_it_does_not_know():
