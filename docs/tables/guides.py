@@ -74,15 +74,31 @@ def lossless() -> str:
 
 
 def lossless_line() -> str:
-    """A sentence for README and the FAQ: the least of the speeds, and their condition."""
+    """Two sentences for README and the FAQ: the least of the speeds, what is the same in bfloat16,
+    and their condition.
+    """
     rows = _lossless("speed")
     if not rows:
         return "How much faster is not measured yet (`python benchmarks/lossless.py`).\n"
     found, least = load_file("lossless"), min(rows, key=lambda row: row["times_full"])
-    return (
+    line = (
         f"{found['model']['name']} on one {found['device']}, {least['batch']} rows of {least['length']} tokens, "
-        f"`{least['method']}`: at least {least['times_full']:.1f} times the tokens a second of `full`.\n"
+        f"`{least['method']}`: at least {least['times_full']:.1f} times the tokens a second of `full`."
     )
+    same = _lossless("same")
+    if same:
+        line += (
+            f" In bfloat16 texts part where two tokens are nearly as likely: after {_until('self_draft', same)} of "
+            f"{same[0]['new']} new tokens, and those of `full` in a batch of half the rows after "
+            f"{_until('full with half of the rows', same)} (means by text)."
+        )
+    return line + "\n"
+
+
+def _until(which: str, rows: list[dict[str, Any]]) -> str:
+    """The least and the most new tokens before a difference, of the means of the texts."""
+    means = [np.mean(row["until_difference"][which]) for row in rows]
+    return f"{min(means):.0f} to {max(means):.0f}"
 
 
 def lossless_steps() -> str:
