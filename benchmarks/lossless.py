@@ -1,7 +1,8 @@
 """The text of full attention, faster: drafts by a selection, verified on the same cache.
 
     python benchmarks/lossless.py MODEL --text prose=book.txt --text code=DIR --gsm8k test.jsonl
-    [--size 32768x24] [--method fier:budget=1024] [--parts speed,same,steps,acceptance]
+    [--size 32768x24] [--method fier:budget=1024]
+    [--parts speed,same,steps,acceptance,selections]
     [--minutes 8]
 
 Prompts are excerpts of the texts, and of worked examples of GSM8K. They are read once by full
@@ -19,6 +20,10 @@ greedily, the loop of `kvjax.generate`.
   layers are derived from these and from the acceptance that `speed` measured (`derived`).
 - `acceptance`: tokens of a draft of 8 that are right, by method, budget and length
   (`kvjax.evaluate.acceptance`).
+- `selections`: tokens of a step with drafts of `--tokens`, 4 by default, by methods that select in
+  each draft step, and by `verified+METHOD`, which select once in a round, when they verify
+  (`benchmarks/verified.py`). Beside it the bytes that a draft step reads, and on a GPU the
+  microseconds of a draft step and of a verification, of the whole model.
 
 What the file has is not measured again by the same code; a part begins only within
 `--minutes`. Without a GPU, `--quick` runs all parts at tiny sizes.
@@ -43,6 +48,7 @@ from jax import Array, lax
 from layers import show
 from measured import write_rows
 from throughput import fill
+from verified import Verified, verified
 
 import kvjax
 from kvjax import PromptLookup, SelfDraft, models
@@ -57,7 +63,7 @@ from kvjax.policies.short import refilled
 from kvjax.spec import default_dtype, padded_capacity
 
 OUT = Path(__file__).parent / "results" / "lossless.json"
-PARTS = ("speed", "same", "steps", "acceptance")
+PARTS = ("speed", "same", "steps", "acceptance", "selections")
 EIGHT = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -114,7 +120,11 @@ def stored(cache: Cache, policies: Any) -> Cache:
     layers = []
     for i, layer in enumerate(cache.layers):
         policy = policies.policy(i).of_size(layer.spec)
-        state = refilled(policy, layer.spec, layer.policy, layer.state)
+        if isinstance(policy, Verified):
+            zones = refilled(policy.retrieval, layer.spec, layer.policy, layer.state)
+            state: Any = replace(policy.init(layer.spec), zones=zones)
+        else:
+            state = refilled(policy, layer.spec, layer.policy, layer.state)
         layers.append(LayerCache(state, policy, layer.spec))
     return jax.block_until_ready(replace(cache, layers=tuple(layers)))
 
@@ -480,6 +490,97 @@ def accepted_tokens(
                 show({**key, "accepted": found.accepted, "agreement": found.agreement})
 
 
+# ------------------------------------------------------------------------------------ selections
+
+
+def policies_of(method: str) -> Any:
+    """The policies that `METHOD` or `verified+METHOD` names."""
+    kind, plus, name = method.partition("+")
+    if not plus:
+        return kvjax.presets.parse(method)
+    if kind != "verified":
+        raise SystemExit(f"--selections takes METHOD or verified+METHOD, got {method}")
+    return verified(kvjax.presets.parse(name))
+
+
+def draft_bytes(cache: Cache, length: int) -> dict[str, int]:
+    """Bytes that a draft step reads of the layers that select, and that their indexes hold."""
+    selected = index = held = 0
+    for layer in cache.layers:
+        policy, spec = layer.policy, layer.spec
+        if not isinstance(policy, kvjax.Retrieval | Verified):
+            continue
+        token = (
+            spec.kv_heads * (spec.head_dim + spec.value_size) * jnp.dtype(spec.dtype).itemsize
+        )
+        selected += spec.batch * min(policy.budget, length) * token
+        if isinstance(policy, Verified):
+            held += nbytes(layer.state.positions).device
+            scored = isinstance(policy.selector, kvjax.Exact)  # by the verification itself
+            held += 0 if scored else nbytes(layer.state.zones.index).device
+        else:
+            index += int(spec.batch * policy.selector.bytes_read(spec, length))
+            held += nbytes(layer.state.index).device
+    return {"selected_bytes": selected, "index_bytes": index, "held_bytes": held}
+
+
+def with_drafts(model: Decoder, cache: Cache, logits: Array, new: int, tokens: int) -> Stream:
+    """The run that continues a prompt with drafts of `tokens`, however often they are right."""
+    batch = cache.spec.batch
+    nothing = np.zeros((batch, 1), np.int32)
+    drafter = SelfDraft(tokens).start(model, cache, nothing, np.zeros(batch, np.int32), new)
+    always = replace(drafter, price=jnp.float32(0), idle=None, max_tokens=tokens)
+    return Stream(model, cache, jnp.copy(logits), new, drafter=always)
+
+
+def selections(
+    checkpoint: Checkpoint, texts: dict[str, list[int]], given: argparse.Namespace, keep: Any
+) -> None:
+    """The part `selections`."""
+    model, rows, tokens = checkpoint.model, given.acceptance_rows, given.tokens or 4
+    capacity = padded_capacity(max(given.lengths) + given.forced + tokens)
+    for length in given.lengths:
+        for name, stream in texts.items():
+            shared = {"part": "selections", "text": name, "length": length, "batch": rows}
+            asked = [shared | {"method": method} for method in given.selections]
+            asked = [key for key in asked if not keep.has(**key, new=given.forced)]
+            if not asked or not keep.time_left():
+                continue
+            prompt = excerpts(stream, rows, length)
+            logits, full = read(model, prompt, capacity)
+            run = begin(model, jax.tree.map(jnp.copy, full), logits, given.forced, None, prompt)
+            run.advance(given.forced)
+            wanted = np.array(run.rows, np.int32)
+            del run
+            for key in asked:
+                if not keep.time_left():
+                    return
+                cache = stored(full, policies_of(key["method"]))
+                row = {**key, "new": given.forced, "tokens": tokens}
+                row |= draft_bytes(cache, length)
+                run = with_drafts(model, cache, logits, given.forced, tokens)
+                run.advance(given.forced)
+                row |= told(run)
+                row["until_difference"] = differences(np.array(run.rows, np.int32), wanted)
+                if jax.default_backend() == "gpu":
+                    row |= step_microseconds(model, run.cache, tokens, given.count)
+                del run, cache
+                keep(row)
+                show({**key, **{x: row.get(x) for x in SHOWN}})
+
+
+SHOWN = ("tokens_per_step", "index_bytes", "selected_bytes", "draft_us", "verify_us")
+
+
+def step_microseconds(
+    model: Decoder, cache: Cache, tokens: int, count: int
+) -> dict[str, float]:
+    """Of a draft step, and of the step that verifies `tokens` and the one before them."""
+    verify, cache = time_steps(model, cache, tokens + 1, True, count)
+    draft, _ = time_steps(model, cache, 1, False, count)
+    return {"draft_us": 1e3 * draft, "verify_us": 1e3 * verify}
+
+
 # ------------------------------------------------------------------------------------ file
 
 
@@ -557,6 +658,11 @@ def options() -> argparse.ArgumentParser:
         nargs="*",
         help="of the part acceptance; default: several at budgets 256, 1024, 4096",
     )
+    parser.add_argument(
+        "--selections",
+        nargs="*",
+        help="of the part selections; default: METHOD and verified+METHOD of several at a budget of 256",
+    )
     parser.add_argument("--lengths", type=numbers, default=[4096, 16384, 31744])
     parser.add_argument("--acceptance-rows", type=int, default=4)
     parser.add_argument(
@@ -587,6 +693,11 @@ def main(args: Sequence[str] | None = None) -> None:
         for budget in budgets
         for name in ("fier", "quest", "pariskv", "exact")
     ]
+    given.selections = given.selections or [
+        f"{when}{name}:budget={96 if given.quick else 256}"
+        for name in ("fier", "quest", "pariskv", "exact")
+        for when in ("", "verified+")
+    ]
     sources = dict(text.split("=", 1) for text in given.text)
     sources = {name: Path(source) for name, source in sources.items()}
     if given.gsm8k:
@@ -604,7 +715,7 @@ def main(args: Sequence[str] | None = None) -> None:
     }
     keep = Rows(given.out, about, given.minutes)
     checkpoint, texts = None, {}
-    if {"speed", "same", "acceptance"} & set(given.parts):
+    if {"speed", "same", "acceptance", "selections"} & set(given.parts):
         checkpoint = models.load(directory, dtype=given.dtype)
         about["weight_bytes"] = nbytes(checkpoint.model).device
         texts = {name: token_stream(checkpoint, path) for name, path in sources.items()}
@@ -614,6 +725,8 @@ def main(args: Sequence[str] | None = None) -> None:
         steps(given, keep)
     if checkpoint is not None and "acceptance" in given.parts:
         accepted_tokens(checkpoint, texts, given, keep)
+    if checkpoint is not None and "selections" in given.parts:
+        selections(checkpoint, texts, given, keep)
 
 
 if __name__ == "__main__":
