@@ -31,6 +31,7 @@ from kvjax.policies.policy import Info, Policy, Step
 from kvjax.policies.retrieval import Retrieval
 from kvjax.policies.shared import Follower
 from kvjax.policies.zones import Visible, ZonedState
+from kvjax.selectors import Candidates
 from kvjax.sharding.context import Axis
 from kvjax.spec import CacheSpec, keep_ints, keep_number
 from kvjax.stores.store import Recalled, flat
@@ -144,7 +145,8 @@ class Speculative(Policy):
         keep_ints(self, topk=1)
         if self.topk is not None:
             self._check_topk(self.topk)
-        demote, local = self.retrieval.demote, self.retrieval.local
+        demote = self.retrieval.demote
+        local = self.retrieval.local
         if demote.slots(local) - demote.leave < local - 1:
             raise ValueError(
                 f"{demote} moves tokens out of the local window in chunks, which the previous step's recall does not "
@@ -159,7 +161,8 @@ class Speculative(Policy):
             )
 
     def _check_topk(self, topk: int) -> None:
-        policy, unit = self.retrieval, self.retrieval.selector.unit
+        policy = self.retrieval
+        unit = policy.selector.unit
         least = policy.sink + policy.local + unit
         if not least <= topk <= policy.budget:
             raise ValueError(
@@ -173,7 +176,8 @@ class Speculative(Policy):
             )
 
     def init(self, spec: CacheSpec) -> SpeculativeState:
-        policy, st = self.retrieval, self.retrieval.init(spec)
+        policy = self.retrieval
+        st = policy.init(spec)
 
         def recall(q: Array) -> Recall:
             selection = unpack(policy.select(st, q, Step(Logits(1.0))))
@@ -184,12 +188,10 @@ class Speculative(Policy):
                 return Recall(selection, one, one, jnp.zeros(spec.batch, bool))
             # of all heads one after the other, and room for the edge, moved as a unit
             *_, H, M = selection.slots.shape
-            stored, _ = split_selection(
-                flat(selection, H * M + policy.selector.unit), st.store.slots
-            )
-            return Recall(
-                selection, *policy.store.gather(st.store, stored), jnp.zeros(spec.batch, bool)
-            )
+            listed = flat(selection, H * M + policy.selector.unit)
+            stored, _ = split_selection(listed, st.store.slots)
+            k, v = policy.store.gather(st.store, stored)
+            return Recall(selection, k, v, jnp.zeros(spec.batch, bool))
 
         q = jax.ShapeDtypeStruct(
             (spec.batch, spec.kv_heads, spec.group, spec.head_dim), spec.dtype
@@ -241,32 +243,29 @@ class Speculative(Policy):
         """Selects the best `topk` of all units, then the best of those that the step before
         attended to.
         """
-        policy, zones, unit = self.retrieval, st.zones, self.retrieval.selector.unit
-        every = policy.candidates(
-            zones, policy.visible(zones, step.window), num_sorted_last=self._dropped(zones)
-        )
+        policy = self.retrieval
+        zones = st.zones
+        unit = policy.selector.unit
         queries = reduce_queries(q, policy.selector.group_reduce)
+        seen = policy.visible(zones, step.window)
+        every = policy.candidates(zones, seen, num_sorted_last=self._dropped(zones))
+
+        def selected(candidates: Candidates) -> Selection:
+            found = policy.selector.select(zones.index, queries, candidates, logits=step.logits)
+            return unpack(found)
+
+        # The best of all units.
         assert self.topk is not None
         best = jnp.minimum(every.k, (self.topk - policy.sink - policy.local) // unit)
-        top = unpack(
-            policy.selector.select(
-                zones.index, queries, replace(every, k=best), logits=step.logits
-            )
-        )
+        top = selected(replace(every, k=best))
+
+        # Units that are neither among them nor in a recall that is up to date rank last.
         known = self._known(st)
-        held = st.recall.selection._replace(
-            valid=st.recall.selection.valid & known[:, None, None, None]
-        )
+        held = self._known_selection(st, known)
         kept = membership(top, zones.store.slots) | membership(held, zones.store.slots)
         B, K, H, S = kept.shape
-        last = (
-            ~jnp.any(kept.reshape(B, K, H, S // unit, unit), axis=(2, 4)) & known[:, None, None]
-        )
-        return unpack(
-            policy.selector.select(
-                zones.index, queries, replace(every, last=last), logits=step.logits
-            )
-        )
+        others = ~jnp.any(kept.reshape(B, K, H, S // unit, unit), axis=(2, 4))
+        return selected(replace(every, last=others & known[:, None, None]))
 
     def _known(self, st: SpeculativeState) -> Array:
         """bool[B]: rows whose last step was the previous one, so that the slots of its recall
@@ -274,26 +273,23 @@ class Speculative(Policy):
         """
         return st.recalled_at + st.due.astype(jnp.int32) == st.zones.length
 
+    def _known_selection(self, st: SpeculativeState, known: Array) -> Selection:
+        """The selection of the last recall, without that of rows whose slots are out of date."""
+        last = st.recall.selection
+        return last._replace(valid=last.valid & known[:, None, None, None])
+
     def _decide(self, st: SpeculativeState, q: Array) -> Decision:
         """Which heads reuse their recall, and which are recalled now. After a prompt a recall's
         slots are out of date, so none is known."""
-        length, query = st.zones.length, q.astype(jnp.float32)
-        known = self._known(st)
-        selection = Selection(
-            st.recall.selection.slots, st.recall.selection.valid & known[:, None, None, None]
-        )
+        query = q.astype(jnp.float32)
+        selection = self._known_selection(st, self._known(st))
         previous = st.recall._replace(selection=selection)
         if self.tau > 1:  # no cosine is: nothing is decided, and the query need not be kept
             none = jnp.zeros(q.shape[:2], bool)
             return Decision(previous, st.recall.selection, st.query, none, None, st.due)
-        sizes = jnp.sqrt(
-            jnp.sum(query * query, axis=-1) * jnp.sum(st.query * st.query, axis=-1)
-        )
-        cosines = jnp.sum(query * st.query, axis=-1) / jnp.maximum(
-            sizes, jnp.finfo(jnp.float32).tiny
-        )
-        similarity = jnp.clip(jnp.mean(cosines, axis=-1), -1.0, 1.0)  # 0 for a query of zeros
-        reused = (similarity >= self.tau) & (st.recalled_at + 1 == length)[:, None]
+        similarity = _mean_cosine(query, st.query)
+        stepped = st.recalled_at + 1 == st.zones.length
+        reused = (similarity >= self.tau) & stepped[:, None]
         urgent = ~reused & st.due[:, None]  # an inactive row recalls nothing
         return Decision(previous, st.recall.selection, query, reused, urgent, st.due)
 
@@ -302,15 +298,23 @@ class Speculative(Policy):
     ) -> tuple[ZonedState, tuple[Array, Array], Recall]:
         """Recalls the selection: the zones, keys and values for the heads that attend with them
         now, and the recall of all heads for the next step."""
-        previous, oldest = decision.previous, st.recent.count - self.retrieval.local
-        if previous.k.shape[2] == 1:  # a step attends in place
-            return st, previous[1:3], Recall(selection, previous.k, previous.v, oldest >= 0)
-        recalled = Recalled(
-            flat(previous.selection, previous.k.shape[2]), previous.k, previous.v
+        previous = decision.previous
+        oldest = st.recent.count - self.retrieval.local
+        if in_place(previous):
+            now = previous.k, previous.v
+            return st, now, Recall(selection, previous.k, previous.v, oldest >= 0)
+        listed = flat(previous.selection, previous.k.shape[2])
+        store, now, rest = self.retrieval.store.recall(
+            st.store,
+            selection,
+            (st.recent.k, st.recent.v),
+            oldest,
+            Recalled(listed, previous.k, previous.v),
+            decision.renewed,
+            decision.urgent,
         )
-        how = (st.recent.k, st.recent.v), oldest, recalled, decision.renewed, decision.urgent
-        store, now, rest = self.retrieval.store.recall(st.store, selection, *how)
-        return replace(st, store=store), now, Recall(selection, *rest(), oldest >= 0)
+        k, v = rest()
+        return replace(st, store=store), now, Recall(selection, k, v, oldest >= 0)
 
     def _attend_recalled(
         self,
@@ -324,22 +328,25 @@ class Speculative(Policy):
         """Attention to sink, local window and the recall, old or new, with the token that left
         the window since.
         """
-        policy, previous = self.retrieval, decision.previous
-        seen, by_head = policy.visible(zones, step.window), decision.reused[:, :, None, None]
-        used = jax.tree.map(partial(jnp.where, by_head), decision.last, selection)
-        edge = previous.edge[:, None, None]
+        policy = self.retrieval
+        seen = policy.visible(zones, step.window)
+        reused = decision.reused[:, :, None, None]
+        used = jax.tree.map(partial(jnp.where, reused), decision.last, selection)
+
+        # The token that left the local window after the last recall takes the place of the
+        # lowest-ranked one, where the budget has no room for both.
+        edge = decision.previous.edge[:, None, None]
         position = zones.length[:, None, None] - 1 - policy.local
         if seen.first is not None:
             edge &= position >= seen.first[:, None, None]
-        used = self._keep_reused(
-            zones, used, by_head, jnp.sum(edge, axis=2, dtype=jnp.int32), seen
-        )
-        with_edge = edge[:, :, None] & by_head
+        edges = jnp.sum(edge, axis=2, dtype=jnp.int32)
+        used = self._keep_reused(zones, used, reused, edges, seen)
+        with_edge = edge[:, :, None] & reused
+
         read = _in_order(used.valid, with_edge)
-        if previous.k.shape[2] == 1:
-            left = jnp.broadcast_to(
-                policy.slots_at(zones, position)[:, :, None], (*used.slots.shape[:3], 1)
-            )
+        if in_place(decision.previous):
+            left = policy.slots_at(zones, position)[:, :, None]
+            left = jnp.broadcast_to(left, (*used.slots.shape[:3], 1))
             read = read._replace(slots=jnp.concatenate([used.slots, left], axis=3))
             out, _ = policy.store.attend_zones(
                 zones.store,
@@ -351,36 +358,40 @@ class Speculative(Policy):
                 logits=step.logits,
                 sinks=step.sinks,
             )
-        elif decision.urgent is None:
-            out = ops.attend_zones(
-                q,
-                now[0],
-                now[1],
-                read,
-                seen.recent,
-                seen.sink,
-                policy.local,
-                sinks=step.sinks,
-                logits=step.logits,
-            )
-        else:  # slots W ... 2W-1 are those of the new recall, followed by `recent`
-            read = read._replace(
-                slots=read.slots
-                + jnp.where(decision.urgent, previous.k.shape[2], 0)[..., None, None]
-            )
-            out = ops.attend_zones(
-                q,
-                previous.k,
-                previous.v,
-                read,
-                seen.recent,
-                seen.sink,
-                policy.local,
-                more=now,
-                sinks=step.sinks,
-                logits=step.logits,
-            )
+        else:
+            out = self._attend_copies(q, decision, now, read, seen, step)
         return out, self._info(zones, seen, used, with_edge, position, ~decision.reused)
+
+    def _attend_copies(
+        self,
+        q: Array,
+        decision: Decision,
+        now: tuple[Array, Array],
+        read: Selection,
+        seen: Visible,
+        step: Step,
+    ) -> Array:
+        """Attention to sink, local window, and the places `read` of recalled keys and values."""
+        k, v = now
+        more = None
+        if decision.urgent is not None:
+            # Places from R on are those of the new recall, which heads that wait for it read.
+            k, v = decision.previous.k, decision.previous.v
+            more = now
+            moved = jnp.where(decision.urgent, k.shape[2], 0)[..., None, None]
+            read = read._replace(slots=read.slots + moved)
+        return ops.attend_zones(
+            q,
+            k,
+            v,
+            read,
+            seen.recent,
+            seen.sink,
+            self.retrieval.local,
+            more=more,
+            sinks=step.sinks,
+            logits=step.logits,
+        )
 
     def _remember(
         self, st: SpeculativeState, zones: ZonedState, fresh: Recall, decision: Decision
@@ -413,18 +424,22 @@ class Speculative(Policy):
         """The part of a reused selection that this step sees, cut to the budget that the edge
         leaves.
         """
-        policy, slots = self.retrieval, st.store.slots
+        policy = self.retrieval
+        slots = st.store.slots
+
+        # Tokens within a sliding window.
         start = jnp.where(
             selection.slots < slots,
             seen.store[:, None, None, None],
             slots + seen.recent.start[:, None, None, None],
         )
+        valid = selection.valid & ((selection.slots >= start) | ~reused)
+
+        # The first of them by rank, if there are more than fit.
         rank = jnp.arange(selection.slots.shape[-1], dtype=jnp.int32)[None, None, None]
         room = jnp.minimum(policy.budget - policy.sink - policy.local - edge, policy.selected)
-        limit = jnp.where((st.length < policy.dense_below)[:, None], rank.shape[-1], room)[
-            ..., None, None
-        ]
-        valid = selection.valid & ((selection.slots >= start) | ~reused)
+        dense = (st.length < policy.dense_below)[:, None]
+        limit = jnp.where(dense, rank.shape[-1], room)[..., None, None]
         fits = jnp.sum(valid, axis=-1, keepdims=True, dtype=jnp.int32) <= limit
         return Selection(selection.slots, valid & ((rank < limit) | fits | ~reused))
 
@@ -482,7 +497,8 @@ class Speculative(Policy):
         """The recall with the slots that its tokens have once the full blocks of `rows` bool[B]
         are flushed.
         """
-        policy, zones = self.retrieval, st.zones
+        policy = self.retrieval
+        zones = st.zones
         slots = zones.store.slots
         leaving = policy.demote.leaving(policy.local)
         staying = policy.demote.staying(policy.local)
@@ -506,7 +522,8 @@ class Speculative(Policy):
     def grown(self, st: SpeculativeState, before: SpeculativeState) -> SpeculativeState:
         """Moves slots of the recent block, S + r, behind those of the longer history, and the
         recalled tokens to where a selection with more room has them."""
-        old, new = before.zones.store.slots, st.zones.store.slots
+        old = before.zones.store.slots
+        new = st.zones.store.slots
         selection = st.recall.selection
         slots = jnp.where(selection.slots < old, selection.slots, selection.slots + (new - old))
         B, K, H, M = before.recall.selection.slots.shape
@@ -522,7 +539,7 @@ class Speculative(Policy):
             )
 
         recall = st.recall._replace(selection=selection._replace(slots=slots))
-        if more and before.recall.k.shape[2] > 1:
+        if more and not in_place(before.recall):
             recall = recall._replace(k=moved(before.recall.k), v=moved(before.recall.v))
         return replace(st, recall=recall)
 
@@ -536,7 +553,8 @@ class Speculative(Policy):
         A flush moves recalled tokens to the history. So a store that reads whole pages needs a
         demotion that moves the tokens of a page together.
         """
-        store, demote = self.retrieval.store, self.retrieval.demote
+        store = self.retrieval.store
+        demote = self.retrieval.demote
         if store.page > 1 and not demote.ordered:
             raise ValueError(
                 f"{demote} moves the tokens of a page to several pages of {store}, where no layer can follow a reused "
@@ -557,10 +575,24 @@ class Speculative(Policy):
         return self.retrieval.stripes_per_device(spec, parts)
 
 
+def in_place(recall: Recall) -> bool:
+    """True if nothing is copied: a step attends to selected tokens where the store has them."""
+    return recall.k.shape[2] == 1
+
+
+def _mean_cosine(query: Array, last: Array) -> Array:
+    """f32[B, K]: the mean over a group of the cosines of queries f32[B, K, G, D] with the last
+    ones; 0 for a query of zeros."""
+    sizes = jnp.sqrt(jnp.sum(query * query, axis=-1) * jnp.sum(last * last, axis=-1))
+    cosines = jnp.sum(query * last, axis=-1) / jnp.maximum(sizes, jnp.finfo(jnp.float32).tiny)
+    return jnp.clip(jnp.mean(cosines, axis=-1), -1.0, 1.0)
+
+
 def _in_order(valid: Array, edge: Array) -> Selection:
     """The valid slots of a recall, in the order of `valid` bool[B, K, H, M], and after them the
     edge, bool [B, K, 1, tokens]."""
-    (H, M), extra = valid.shape[2:], edge.shape[3]
+    H, M = valid.shape[2:]
+    extra = edge.shape[3]
     own = jnp.arange(H, dtype=jnp.int32)[:, None] * M + jnp.arange(M, dtype=jnp.int32)[None]
     after = jnp.broadcast_to(H * M + jnp.arange(extra, dtype=jnp.int32)[None], (H, extra))
     slots = jnp.concatenate([own, after], axis=1, dtype=jnp.int32)
