@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
+from itertools import product
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import jax
@@ -20,16 +21,26 @@ from jax.typing import ArrayLike
 
 from kvjax.cache.cache import (
     Cache,
+    LayerCache,
     check_rotation,
 )
 from kvjax.call import plain_step
 from kvjax.compiling import Program
 from kvjax.generation.callables import as_model
 from kvjax.generation.prompt_inputs import check_ids, check_model_cache
+from kvjax.generation.staging import (
+    empty_prompt,
+    needs_staging,
+    room_for,
+    rooms,
+    settle_programs,
+    settled,
+    staged,
+)
 from kvjax.memory import QUICK, commit_together, on_host
 from kvjax.ops.key_blocks import BLOCK, sparse_prompts
 from kvjax.ops.op import Explanation, explained
-from kvjax.policies import Recurrent, Step
+from kvjax.policies import FullState, Recurrent, Step
 from kvjax.sharding.placement import Placement, call_model, loops_on_auto_axes, to_context
 from kvjax.spec import require_int
 from kvjax.validation import check_array, check_share
@@ -155,10 +166,17 @@ def prefill(
     Reads the prompt in chunks of at most `chunk` tokens, so it holds neither a T x T array nor
     the logits of every token. None cuts it into chunks of few sizes, at most 256 tokens on CPU
     and 32768 on GPU, counted over all rows; a cache that decides by the prompt's queries what
-    to keep, such as the evicting ones, gets the whole prompt at once. A row of length 0 stores
-    nothing, and its logits are meaningless. `first_chunk` promises that the cache is empty;
-    None checks this, and is False under a trace. `progress` is called after each chunk with the
-    number of columns done, and waits for the chunk.
+    to keep, such as the evicting ones, gets the whole prompt at once, and with a `chunk` evicts
+    after each. A row of length 0 stores nothing, and its logits are meaningless. `first_chunk`
+    promises that the cache is empty; None checks this, and is False under a trace. `progress`
+    is called after each chunk with the number of columns done, and waits for the chunk.
+
+    A cache of codes, such as those of kivi, logquant or turboquant, holds the keys and values
+    of a prompt of several chunks as they came until the prompt ends, so that the result does
+    not depend on the chunks. Until then it takes as much memory again as a full cache of the
+    prompt's tokens, rounded up to a power of two of at least 1024. A prompt in one chunk takes
+    no such memory. Earlier prompts are read as they were stored. Over the devices of a context
+    axis later chunks attend to the codes of earlier ones.
 
     `final`, a number or i32[B], is the number of tokens that a row will hold in the end, answer
     included; by default those after this prompt. Only models whose RoPE depends on the length
@@ -233,6 +251,9 @@ def prefill(
     padding = ((0, 0), (0, sum(size for size, _ in chunks) - T))
     prompt = pad(prompt.astype(np.int32), padding)
     _, cache = commit_together((_committed(model), cache))
+    stages = len(chunks) > 1 and needs_staging(cache)
+    if stages:
+        cache = staged(cache, room_for(T, cache.spec.capacity))
     logits: Array | None = None
     start = 0
     for size, alone in chunks:
@@ -251,7 +272,7 @@ def prefill(
             jax.block_until_ready(logits)
             progress(min(start, T))
     assert logits is not None
-    return logits, cache
+    return logits, settled(cache) if stages else cache
 
 
 def _passes(left: Any, size: int, share: float | None) -> list[tuple[float | None, Any]]:
@@ -331,8 +352,12 @@ def warm_prefill(
     """
     B, empty = cache.spec.batch, True
     _, cache = commit_together((_committed(model), cache))
+    chunks = chunks_of(cache, tokens, chunk, empty=True)
+    stages = len(chunks) > 1 and needs_staging(cache)
+    if stages:
+        cache = staged(cache, room_for(tokens, cache.spec.capacity))
     logits: Any = None
-    for size, alone in dict.fromkeys(chunks_of(cache, tokens, chunk, empty=True)):
+    for size, alone in dict.fromkeys(chunks):
         count, before = np.full((B,), int(empty), np.int32), logits
         logits, cache = _read(
             model, cache, np.zeros((B, size), np.int32), count, first_chunk=alone
@@ -340,7 +365,7 @@ def warm_prefill(
         if B > 1 and before is not None:
             logits = _keep_rows(count > 0, logits, before)
         empty = False
-    return logits, cache
+    return logits, settled(cache) if stages else cache
 
 
 def prompt_programs(
@@ -358,8 +383,17 @@ def prompt_programs(
     prompts = [1, 600, 5000, 32768] if tokens is None else [tokens]
     if tokens is None and chunk_for(cache, 1, chunk) is not None:
         prompts = [most]
-    chunks = [one for n in prompts for one in chunks_of(cache, min(n, most), chunk, empty=True)]
-    for size, alone in dict.fromkeys(chunks):
+    plans = [chunks_of(cache, min(n, most), chunk, empty=True) for n in prompts]
+    chunks = dict.fromkeys(one for plan in plans for one in plan)
+    caches = [cache]
+    if needs_staging(cache) and max(map(len, plans)) > 1:
+        sizes = rooms(most) if tokens is None else [room_for(min(tokens, most), most)]
+        with_room = [staged(cache, room, _prompt_like) for room in sizes]
+        found += [program for one in with_room for program in settle_programs(one)]
+        # Prompts of one chunk, which some of all lengths are, need no room.
+        caches = [cache, *with_room] if tokens is None else with_room
+
+    for cache, (size, alone) in product(caches, chunks):
         chunk_tokens, lengths = np.zeros((B, size), np.int32), np.zeros((B,), np.int32)
         if not by_layer(model, cache):
             found.append(
@@ -536,7 +570,7 @@ def kinds_of(model: Any, cache: Cache) -> list[int]:
     return list(found.values())
 
 
-def like(cache: Cache, shapes: Any) -> Any:
+def like(cache: Cache | LayerCache, shapes: Any) -> Any:
     """Shapes of arrays that are committed to a device if those of the cache are."""
     leaf: Any = next(iter(jax.tree.leaves(cache)))
     if isinstance(leaf, np.ndarray) or not leaf.committed:
@@ -545,6 +579,13 @@ def like(cache: Cache, shapes: Any) -> Any:
     return jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device), shapes
     )
+
+
+def _prompt_like(layer: LayerCache, room: int) -> FullState:
+    """Shapes of room for a prompt beside a layer; arrays if the layer has a placement."""
+    if layer.placement is not None:
+        return empty_prompt(layer, room)
+    return cast(FullState, like(layer, jax.eval_shape(lambda: empty_prompt(layer, room))))
 
 
 @partial(jax.jit, compiler_options=QUICK)

@@ -82,6 +82,10 @@ class PerHead(Policy):
 
     observes = True
 
+    @property
+    def rounds(self) -> bool:
+        return self.selected.rounds or self.others.rounds
+
     def prefill(self, st: PerHeadState, k: Array, v: Array, lengths: Array) -> PerHeadState:
         return PerHeadState(
             *self._each(st, lambda policy, st, k, v: policy.prefill(st, k, v, lengths), k, v)

@@ -65,6 +65,8 @@ class Step:
     """f32[K, G] logits that only the denominator of softmax counts; None: there are none."""
     exact: bool = field(default=False, metadata=STATIC)
     """Attend to all stored tokens instead of a selection."""
+    ahead: Array | None = None
+    """i32[B] tokens of the same prompt between what is stored and a chunk (`Staged`); None: none."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.logits, Logits):
@@ -84,6 +86,13 @@ class Step:
         if sinks is not None:
             sinks = jnp.repeat(sinks, q.shape[2] // sinks.shape[1], axis=1)
         return softmax_weights(q, k, mask, logits=self.logits, lse=lse, sinks=sinks)
+
+    def starts(self, length: Array, T: int) -> Array | None:
+        """i32[B, T]: the lowest position that each query of a chunk sees, after `length` i32[B]
+        stored tokens; None without a window.
+        """
+        before = length if self.ahead is None else length + self.ahead
+        return chunk_starts(before, T, self.window)
 
     def of_heads(self, heads: Sequence[int]) -> Step:
         """The step of some of the KV heads."""
@@ -127,6 +136,14 @@ class Policy:
 
     reversible: ClassVar[bool] = False
     """True if `rollback` can remove the newest tokens, back to the last flush."""
+
+    @property
+    def rounds(self) -> bool:
+        """True if it keeps other keys and values than came, such as codes. A prompt that is
+        read in several chunks is then held as it came until it ends (`kvjax.generation.prefill`),
+        and `attend_stored` counts the tokens that are held with `Step.starts`.
+        """
+        return False
 
     @property
     def selects(self) -> bool:
@@ -205,7 +222,8 @@ class Policy:
         """Exact attention of a chunk's queries q [B, K, G, T, D] over all stored tokens, by the
         logits and the window of `step`: a part over Q = G*T, without sinks.
 
-        The position of query t is `length` + t.
+        The position of query t is `length` + t, and `Step.ahead` more if tokens of its prompt are
+        held elsewhere.
         """
         raise NotImplementedError
 

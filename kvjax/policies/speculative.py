@@ -210,6 +210,10 @@ class Speculative(Policy):
 
     takes_sinks = True
 
+    @property
+    def rounds(self) -> bool:
+        return self.retrieval.rounds
+
     def attend(
         self, st: SpeculativeState, q: Array, step: Step
     ) -> tuple[Array, SpeculativeState, Info]:

@@ -41,7 +41,6 @@ from kvjax.policies.policy import (
     Policy,
     Step,
     attend_in_turn,
-    chunk_starts,
     heads_as_steps,
     in_range,
     lowest_visible,
@@ -126,6 +125,10 @@ class Zoned(Policy):
             fields=("leave", "ordered"),
             protocol="kvjax.stores.Demotion",
         )
+
+    @property
+    def rounds(self) -> bool:
+        return not self.store.lossless
 
     def init(self, spec: CacheSpec) -> ZonedState:
         self.store.check(spec, self.demote.leave)
@@ -459,7 +462,7 @@ class Zoned(Policy):
     def attend_stored(self, st: ZonedState, q: Array, step: Step) -> PartialAttention:
         if step.window is not None:
             self._require_order(step.window)
-        first = chunk_starts(st.length, q.shape[3], step.window)
+        first = step.starts(st.length, q.shape[3])
 
         def start(offset: Array) -> Array | None:
             return None if first is None else lowest_slot(first, offset[:, None])

@@ -58,6 +58,14 @@ from kvjax.generation.prompt_inputs import (
     stop_array,
 )
 from kvjax.generation.sampling import Draws, Sampling, rows_of_draws, stack_draws
+from kvjax.generation.staging import (
+    needs_staging,
+    room_for,
+    rooms,
+    settled,
+    staged,
+    without_room,
+)
 from kvjax.memory import in_units, nbytes, on_host
 from kvjax.serve.beginnings import SharedPrefixes, same_tokens
 from kvjax.serve.keeping import Keeper, is_out_of_memory
@@ -165,8 +173,9 @@ class Engine:
       block: tokens of each row between two looks at waiting requests. A larger block is faster,
         a smaller one reads prompts and frees slots sooner.
       chunk: tokens of a prompt that are read at once. Larger ones are faster on a GPU, and rows
-        that decode wait for each. None reads prompts whole, so that each attends to itself
-        exactly whatever its cache stores.
+        that decode wait for each. A cache of codes holds a longer prompt as it came until it
+        ends, so its text is that of the prompt in one chunk; each prompt that is read then
+        takes what a full cache of its tokens takes, and at most twice. None reads prompts whole.
       prompt_tokens: most tokens of prompts that a step reads, if one chunk is not more; by
         default one chunk. More fill slots sooner, and let the rows that decode wait longer.
       readers: most prompts that are read at once, each into a row beside the slots. A prompt
@@ -282,6 +291,8 @@ class Engine:
         self._sizes = (self.chunk, *(size for size in smaller if size < self.chunk))
         observes = any(policy.observes for policy in self._rows.kind.policies)
         self._whole_prompts = chunk is None or observes
+        # Chunks of codes are held as they came until the prompt ends.
+        self._stages = not self._whole_prompts and needs_staging(self._rows.empty)
         # A row that is rotated for its final length has other keys than one of another length.
         copies = not self._whole_prompts and not self._rows.kind.rotated
         self._can_share = copies and can_truncate(self._slots.cache, self._spec)
@@ -590,6 +601,8 @@ class Engine:
         ids = request.prompt
         try:
             row, start = self._row_with_beginning(ids)
+            if self._stages and len(self._chunks(len(ids), start)) > 1:
+                row = self._with_room(row, room_for(len(ids) - start, self._spec.capacity))
         except Exception as error:  # such as too little memory: the others go on
             with self._lock:
                 if is_out_of_memory(error) and len(self._scheduler.reading) > 1:
@@ -604,6 +617,10 @@ class Engine:
         with self._lock:
             self._scheduler.begin(prompt, self._chunks(len(ids), start))
             self._shared_tokens += start
+
+    def _with_room(self, row: Cache, room: int) -> Cache:
+        """A row that holds the chunks of a prompt as they came, until the last one."""
+        return committed(staged(row, room))
 
     def _chunks(self, tokens: int, start: int) -> list[int]:
         """The sizes in which a prompt is read from token `start` on."""
@@ -679,6 +696,8 @@ class Engine:
             reading.logits, reading.row = read_chunk(
                 self._reader, reading.row, tokens, length, first_chunk=self._whole_prompts
             )
+            if reading.tokens + len(piece) == len(request.prompt):
+                reading.row = settled(reading.row)
         except Exception as error:  # such as too little memory: the others go on
             del self._readings[prompt]
             with self._lock:
@@ -749,7 +768,7 @@ class Engine:
         self._starts.pop(prompt, None)
         reading = self._readings.pop(prompt, None)
         if reading is not None and reading.homes is None:
-            self._rows.give_back(reading.row)
+            self._rows.give_back(without_room(reading.row))
 
     def _look_after_vacated(self) -> None:
         """Keeps the rows that requests have left in slots."""
@@ -903,6 +922,10 @@ class Engine:
     def _warm_chunk(self, size: int) -> None:
         """Compiles a chunk of `size` tokens, and the move of its row into a slot."""
         tokens, length = np.zeros((1, size), np.int32), np.ones(1, np.int32)
+        for room in rooms(self._spec.capacity) if self._stages else ():
+            row = self._with_room(self._rows.make(), room)
+            _, row = read_chunk(self._reader, row, tokens, length, first_chunk=False)
+            self._rows.give_back(settled(row))
         logits, row = read_chunk(
             self._reader, self._rows.make(), tokens, length, first_chunk=False
         )

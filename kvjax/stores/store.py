@@ -286,6 +286,13 @@ class Store:
         """
         return k, v
 
+    @property
+    def lossless(self) -> bool:
+        """True if tokens are read as they were appended: unless the class has its own
+        `decoded`.
+        """
+        return type(self).decoded is Store.decoded
+
     def truncate(self, st: Any, count: Array) -> Any:
         """Returns the state with the first `count` i32[B] slots of each row, whole chunks, as
         if no more had been appended.
@@ -319,6 +326,10 @@ class Wrapper(Store):
 
     def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
         return self.store.decoded(k, v)
+
+    @property
+    def lossless(self) -> bool:
+        return self.store.lossless
 
 
 def flat(selection: Selection | PackedSelection, length: int) -> Selection:
