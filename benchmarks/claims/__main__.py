@@ -11,8 +11,9 @@ with a tenth of the keys as candidates, by length. drift: recall during generati
 learnt from the prompt and of ParisKV. paris: the effect of each part of ParisKV, left out or
 changed. votes: the same of the centroids of its vote.
 
-drift, paris and votes follow the model as it generates at temperature 1, the others read a
-given text. A table goes to stdout; with --out, measure_WHAT.json, .md and .svg go to a folder.
+drift, paris, votes and written_queries, which are queries of the text that a model writes, follow
+the model as it generates at temperature 1; the others read a given text. A table goes to stdout;
+with --out, measure_WHAT.json, .md and .svg go to a folder.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from kvjax.stores.demotion import LogSparse
 
 COMPARED = {"recall": selectors, "group_reduce": group_reduces, "groups": groups}
 FOLLOWED = (*COMPARED, "queries", "logquant", "attended", "candidates")
-WRITTEN = ("drift", "paris", "votes")
+WRITTEN = ("drift", "paris", "votes", "written_queries")
 MEASUREMENTS = (*FOLLOWED, *WRITTEN)
 
 
@@ -73,7 +74,7 @@ def main(args: Sequence[str] | None = None) -> int:
         "--new-tokens",
         type=int,
         default=None,
-        help="tokens to generate for drift, paris and votes; default: the last --length",
+        help="tokens to generate for drift, paris, votes and written_queries; default: the last --length",
     )
     parser.add_argument(
         "--window",
@@ -89,7 +90,7 @@ def main(args: Sequence[str] | None = None) -> int:
     if unknown := set(kinds) - set(MEASUREMENTS):
         parser.error(f"--what {', '.join(unknown)}: there are {', '.join(MEASUREMENTS)}")
     directory = given.model_dir or models.shipped()
-    if "queries" in kinds and given.steps < 2:
+    if {"queries", "written_queries"} & set(kinds) and given.steps < 2:
         parser.error(f"--steps {given.steps}: queries compares adjacent steps; give 2 or more")
     try:  # what is wrong with a request, before anything is measured
         lengths = sizes("--length", given.length)
@@ -158,7 +159,7 @@ def measure(
             "groups": figures.maps,
         }[kind]
         return {"budget": budget}, found, draw(found)
-    if kind == "queries":
+    if kind in ("queries", "written_queries"):
         turned = turns(live)
         return {}, {"cosine of adjacent queries": turned}, figures.turning(turned)
     if kind == "logquant":

@@ -2,17 +2,20 @@
 `python -m docs.tables`.
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`; NAME is a function of TABLES,
-in the module for its page. The suite checks that a run would change nothing, so no measured
-number is typed by hand.
+in the module for its page, or a command of `commands.PAGES`. The suite checks that a run would
+change nothing, so no measured number, and no text or length of a command beside one, is typed by
+hand.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 from docs.tables import (
     claims,
+    commands,
     gpus,
     guides,
     methods,
@@ -55,6 +58,7 @@ TABLES: dict[str, Callable[[], str]] = {
         tpus.tpus,
     )
 }  # fmt: skip
+TABLES |= {name: partial(commands.block, name) for name in commands.PAGES}
 
 
 def fill(text: str) -> str:

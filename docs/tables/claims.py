@@ -5,9 +5,13 @@ A file of docs/claims has a paper's claims: for each its place and figures, our 
 setting, cells of files of results, and what these must be like for the claim to hold. Nothing
 else decides on a verdict:
 
+A claim is judged by what its paper measures: `measure` says whether that are answers,
+perplexity, attention, speed or memory, and a comparison of other numbers is a fault.
+
 reproduced: every comparison comes out as claimed, by more than two standard errors.
-contradicted: one comes out the other way, by more than two. open: all others, and rows without
-a comparison. A row with `takes` is not measured.
+contradicted: one comes out the other way, by more than two. open: all others, and rows that
+another measurement would decide, whose command `decides` is. not judged: rows without a
+comparison that say why. A row with `takes` is not measured.
 """
 
 from __future__ import annotations
@@ -20,12 +24,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from docs.tables.commands import OPTIONS, disagreements, facts, filled
 from docs.tables.reading import ROOT, load_measured, load_results, load_rows
 from docs.tables.writing import markdown, short
 
 CLAIM = ("claim and its place", "the paper", "here", "setting; command", "verdict")
 PAPERS = ("fier", "pariskv", "freekv", "logquant")
-VERDICTS = ("contradicted", "open", "reproduced", "not measured")
+VERDICTS = ("contradicted", "open", "reproduced", "not judged", "not measured")
+# What a number measures, by the beginning of the name of its file.
+MEASURES = {
+    "eval_": "answers",
+    "perplexity": "perplexity",
+    "long_generation": "perplexity",
+    "measure_": "attention",
+}
 SINGLE_TIMING = 0.05  # relative error of a time without an interval
 
 
@@ -75,6 +87,8 @@ def read_cell(cell: dict[str, Any]) -> Cell:
             beside_full=beside,
             source=file,
         )
+    if "mean_of_tasks" in cell:
+        return _mean_of_tasks(cell)
     if "quarter" in cell:
         (row,) = [row for row in load_results(file) if row["cache"] == cell["cache"]]
         ratio, stderr = (
@@ -97,6 +111,29 @@ def read_cell(cell: dict[str, Any]) -> Cell:
     value, stderr = _with_error(found, cell["value"])
     over = found[cell["over"]] if "over" in cell else 1
     return Cell(name, value / over, None if stderr is None else stderr / over, source=file)
+
+
+def _mean_of_tasks(cell: dict[str, Any]) -> Cell:
+    """The mean score of a cache over all tasks of a file at one length; prompts of a task are
+    the sample of its error.
+    """
+    file, length = cell["file"], cell["mean_of_tasks"]
+    scores = [
+        result["caches"][cell["cache"]]
+        for result in load_results(file).values()
+        if result["task"]["length"] == length
+    ]
+    errors = [(score["high"] - score["low"]) / 3.92 for score in scores]
+    mean = statistics.fmean(score["mean"] for score in scores)
+    return Cell(cell["name"], mean, math.hypot(*errors) / len(errors), source=file)
+
+
+def measure_of(cell: dict[str, Any]) -> str:
+    """What the number that a cell names measures."""
+    if "index" in cell or cell.get("value") == "batch":
+        return "memory"
+    file = cell["file"]
+    return next((kind for name, kind in MEASURES.items() if file.startswith(name)), "speed")
 
 
 def _of_case(cell: dict[str, Any]) -> Cell:
@@ -183,8 +220,10 @@ def verdict(row: dict[str, Any]) -> str:
     """The verdict on a row of docs/claims: see the module."""
     if "takes" in row:
         return "not measured"
+    if "expect" not in row:
+        return "open" if "decides" in row else "not judged"
     cells = [read_cell(cell) for cell in row["cells"]]
-    found = {compare(one, cells) for one in row.get("expect", ())} or {"open"}
+    found = {compare(one, cells) for one in row["expect"]}
     return (
         "contradicted"
         if "contradicted" in found
@@ -195,7 +234,7 @@ def verdict(row: dict[str, Any]) -> str:
 
 
 FIELDS = {"place", "claim", "figures", "command"}
-MEASURED = {"own", "setting", "cells"}
+MEASURED = {"own", "setting", "cells", "measure"}
 
 
 def faults(paper: dict[str, Any], tables: Sequence[str], figures: int) -> list[str]:
@@ -221,28 +260,59 @@ def faults(paper: dict[str, Any], tables: Sequence[str], figures: int) -> list[s
         ]
         found += [
             f"{row.get('claim')}: {field} is unknown"
-            for field in sorted(set(row) - own - {"expect"})
+            for field in sorted(set(row) - own - {"expect", "decides"})
         ]
         words = json.dumps(row)
         if any(word in words.replace("not measured", "") for word in VERDICTS):
             found.append(f"{row.get('claim')}: types a verdict, which the rule gives")
-        if (
-            "cells" in row
-            and "expect" not in row
-            and not re.search("[Nn]ot judged: |No interval", row["setting"])
-        ):
-            found.append(f"{row.get('claim')}: does not say why nothing is compared")
-        used = {at for one in row.get("expect", ()) for at in one[1:3] if isinstance(at, int)}
-        if "expect" in row and not used <= set(range(len(row["cells"]))):
-            found.append(f"{row.get('claim')}: compares cells that it does not have")
+        if "cells" in row:
+            found += [f"{row.get('claim')}: {fault}" for fault in _faults_of_cells(row)]
     return found
+
+
+def _faults_of_cells(row: dict[str, Any]) -> list[str]:
+    """What is wrong with the numbers of a measured row, and with their command."""
+    found, cells = [], row["cells"]
+    if "expect" not in row and not re.search("[Nn]ot judged: |Open: ", row.get("setting", "")):
+        found.append("does not say why nothing is compared")
+    used = {at for one in row.get("expect", ()) for at in one[1:3] if isinstance(at, int)}
+    if not used <= set(range(len(cells))):
+        return [*found, "compares cells that it does not have"]
+    other = {measure_of(cells[at]) for at in used} - set(row.get("measure", "").split(" and "))
+    found += [f"is about {row.get('measure')} and judged by {kind}" for kind in sorted(other)]
+    typed = re.findall(r"(--[\w-]+) (?!\{)", row.get("command", ""))
+    known = {name for file in files_of(row) for name in facts(file, tasks_of(row))}
+    found += [
+        f"types {option}, which its file has"
+        for option in typed
+        if OPTIONS.get(option) in known and option != "--length"
+    ]
+    return found + disagreements(command_of(row), files_of(row), tasks_of(row))
+
+
+def files_of(row: dict[str, Any]) -> list[str]:
+    """The files of results of a row."""
+    return list(dict.fromkeys(cell["file"] for cell in row.get("cells", ()) if "file" in cell))
+
+
+def tasks_of(row: dict[str, Any]) -> list[str]:
+    """The tasks of which a row has scores."""
+    return list(dict.fromkeys(cell["task"] for cell in row["cells"] if "task" in cell))
+
+
+def command_of(row: dict[str, Any]) -> str:
+    """The command of a row, with what its files say of text, length and samples."""
+    command = row.get("command", "")
+    files = files_of(row)
+    return filled(command, files, tasks_of(row)) if files else command
 
 
 def _line(row: dict[str, Any]) -> list[str]:
     cells = [read_cell(cell) for cell in row.get("cells", ())]
     files = dict.fromkeys(f"`{cell.source}.json`" for cell in cells if cell.source)
-    runs = row["command"].startswith(("kvjax ", "python ", "XLA_"))
-    command = f"`{row['command']}`" if runs else row["command"]
+    command = command_of(row)
+    if command.startswith(("kvjax ", "python ", "XLA_")):
+        command = f"`{command}`"
     own = (
         "" if "takes" in row else "the paper's setting: " if row["own"] else "another setting: "
     )
@@ -252,8 +322,16 @@ def _line(row: dict[str, Any]) -> list[str]:
         row["figures"],
         "; ".join(map(str, cells)),
         f"{setting}{command}{', ' if files else ''}{', '.join(files)}",
-        f"not measured: takes {row['takes']}" if "takes" in row else verdict(row),
+        _told_verdict(row),
     ]
+
+
+def _told_verdict(row: dict[str, Any]) -> str:
+    """The verdict on a row, and what another one would take."""
+    if "takes" in row:
+        return f"not measured: takes {row['takes']}"
+    found = verdict(row)
+    return f"{found}: `{row['decides']}` decides" if "decides" in row else found
 
 
 def _table(paper: str) -> str:

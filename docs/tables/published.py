@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from docs.tables.commands import with_text
 from docs.tables.reading import (
     load_file,
     load_results,
@@ -50,7 +51,8 @@ PASS_KEYS = "pass key at 16384, question decoded"
 
 
 def real_needles() -> str:
-    return _by_budget(_main(load_scores("eval_qwen")[NEEDLES]), BUDGETS)
+    table = _by_budget(_main(load_scores("eval_qwen")[NEEDLES]), BUDGETS)
+    return with_text(table, "eval_qwen")
 
 
 def _main(scores: dict[str, Any]) -> dict[str, Any]:
@@ -91,7 +93,8 @@ def real_others() -> str:
         ]
         for cache, by in sorted(found.items(), key=lambda item: -one(item[1])["mean"])
     ]
-    return markdown(["cache", "its own", *map(str, budgets), "tokens read"], rows)
+    table = markdown(["cache", "its own", *map(str, budgets), "tokens read"], rows)
+    return with_text(table, "eval_qwen")
 
 
 def real_papers() -> str:
@@ -117,7 +120,8 @@ def real_papers() -> str:
                 f"{needles[first]['tokens_read']:.0f}",
             ]
         )
-    return markdown(["cache", "1024", "2048", "tokens read"], rows)
+    table = markdown(["cache", "1024", "2048", "tokens read"], rows)
+    return with_text(table, "eval_qwen_papers")
 
 
 def real_known() -> str:
@@ -142,13 +146,8 @@ def real_known() -> str:
         [named(cache), *(cell for column in columns for cell in both(cache, *column))]
         for cache in caches
     ]
-    return markdown(
-        [
-            "cache",
-            *(cell for what, budget in columns for cell in (f"{what}, {budget}", "later")),
-        ],
-        rows,
-    )
+    head = (cell for what, budget in columns for cell in (f"{what}, {budget}", "later"))
+    return with_text(markdown(["cache", *head], rows), "eval_qwen")
 
 
 def real_gsm8k() -> str:
@@ -194,14 +193,8 @@ def real_ruler() -> str:
     for length in lengths:
         means = ruler_means(length)
         rows.append(["mean of all ten", str(length), *(short(means[name]) for name in names)])
-    return markdown(
-        [
-            "task",
-            "tokens",
-            *(named(name).replace(name.partition("@")[0], method_of(name)) for name in names),
-        ],
-        rows,
-    )
+    heads = (named(name).replace(name.partition("@")[0], method_of(name)) for name in names)
+    return with_text(markdown(["task", "tokens", *heads], rows), "eval_qwen_ruler")
 
 
 def real_ruler_codes() -> str:
@@ -217,7 +210,8 @@ def real_ruler_codes() -> str:
         [f"`{own}`", *(mean_of(found[title].get(name)) for name in names)]
         for title, own in RULER.items()
     ]
-    return markdown(["task", *(f"`{name.partition('@')[0]}`" for name in names)], rows)
+    table = markdown(["task", *(f"`{name.partition('@')[0]}`" for name in names)], rows)
+    return with_text(table, "eval_qwen_ruler_codes")
 
 
 def _ruler() -> dict[tuple[str, int], dict[str, Any]]:
@@ -271,7 +265,8 @@ def real_long_generation() -> str:
         for row in found
         if row["cache"] != "full"
     ]
-    return markdown(["cache", "first quarter", "second", "third", "last"], rows)
+    table = markdown(["cache", "first quarter", "second", "third", "last"], rows)
+    return with_text(table, "long_generation")
 
 
 def drift() -> str:
@@ -295,9 +290,8 @@ def drift() -> str:
         ]
         for case, name in names.items()
     ]
-    return markdown(
-        ["index", *(f"{model}{n}" for model in ("Qwen, ", "SmolLM2, ") for n in lengths)], rows
-    )
+    heads = (f"{model}{n}" for model in ("Qwen, ", "SmolLM2, ") for n in lengths)
+    return with_text(markdown(["index", *heads], rows), "measure_drift_qwen", "measure_drift")
 
 
 def real_speed() -> str:
@@ -318,14 +312,8 @@ def real_speed() -> str:
         cells = [found.get((*size, name), {}).get("tpot_ms") for name in names]
         times = ("" if ms is None else f"{ms:.2f}" for ms in cells)
         rows.append([f"{size[0]} x {size[1]}", f"{floor:.2f}", *times])
-    return markdown(
-        [
-            "tokens x rows",
-            "floor, full",
-            *("cuDNN" if name == "cudnn" else named(name) for name in names),
-        ],
-        rows,
-    )
+    heads = ("cuDNN" if name == "cudnn" else named(name) for name in names)
+    return with_text(markdown(["tokens x rows", "floor, full", *heads], rows), "real_speed")
 
 
 def which_method() -> str:

@@ -4,6 +4,7 @@ perplexity of texts.
 
 from __future__ import annotations
 
+from docs.tables.commands import with_text
 from docs.tables.reading import load_results, load_rows, load_scores
 from docs.tables.writing import markdown, mean_of, named, perplexity_change, short
 from kvjax import CacheSpec
@@ -44,7 +45,7 @@ def needles() -> str:
             found = [scores[f"1 of 8 needles at {n}"].get(name) for n in lengths]
             cells.append(" ".join(short(score["mean"]) for score in found if score))
         rows.append(cells)
-    return markdown(["cache", "all", *map(str, budgets[1:])], rows)
+    return with_text(markdown(["cache", "all", *map(str, budgets[1:])], rows), "eval")
 
 
 def papers() -> str:
@@ -56,7 +57,7 @@ def papers() -> str:
         rows.append([named(cache), "", *map(mean_of, found)])
     for cache in ("logquant:bits=2", "kivi:bits=2"):
         rows.append([named(cache), short(scores[cache]["mean"]), *[""] * len(budgets)])
-    return markdown(["cache", "all", *map(str, budgets)], rows)
+    return with_text(markdown(["cache", "all", *map(str, budgets)], rows), "eval_papers")
 
 
 def group_rules() -> str:
@@ -70,16 +71,8 @@ def group_rules() -> str:
             for task in tasks
         ]
         rows.append([f"`{rule}`", *cells])
-    return markdown(
-        [
-            "rule",
-            "`fier`, needles",
-            "`fier`, pass key",
-            "`quest`, needles",
-            "`quest`, pass key",
-        ],
-        rows,
-    )
+    head = ("`fier`, needles", "`fier`, pass key", "`quest`, needles", "`quest`, pass key")
+    return with_text(markdown(["rule", *head], rows), "eval_pools")
 
 
 def equal_perplexities() -> str:

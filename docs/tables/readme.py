@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from docs.tables.commands import as_title, titled
 from docs.tables.published import NEEDLES, ruler_means
 from docs.tables.reading import (
     load_file,
@@ -86,9 +87,7 @@ def quality() -> str:
             if method == "full"
             else f"{100 * (row['ratio'] - 1):+.1f} %"
         )
-        of_paper = {
-            name: score for name, score in (needles | papers).items() if of_its_paper(name)
-        }
+        of_paper = {name: score for name, score in papers.items() if of_its_paper(name)}
         found = (
             right(needles, method, 1024),
             right(of_paper, method, 1024),
@@ -96,4 +95,9 @@ def quality() -> str:
         )
         rows.append([f"`{method}`", *found, right(problems, method, 128), change])
     head = ["cache", "needles", "paper's settings", "RULER", "GSM8K, 128", "perplexity"]
-    return markdown(head, rows)
+    book = load_file("perplexity_qwen")["texts"]["book"]
+    return (
+        f"{markdown(head, rows)}\nNeedles are in {titled('eval_qwen')}, those at papers' settings in "
+        f"{titled('eval_qwen_papers')}, so\nonly `full` compares the two; RULER is in "
+        f"{titled('eval_qwen_ruler')}, perplexity of {as_title(book)}.\n"
+    )

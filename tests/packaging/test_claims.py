@@ -11,7 +11,7 @@ import typer
 
 import kvjax
 from docs.tables import claims
-from docs.tables.reading import ROOT
+from docs.tables.reading import ROOT, load_results
 from kvjax import presets
 from kvjax.cli import app
 
@@ -42,6 +42,12 @@ def _without_place(paper: dict, place: str) -> None:
         row["place"] = [one for one in row["place"] if one != place] or ["Section 1"]
 
 
+def _with_command(paper: dict, name: str, typed: str) -> None:
+    """The command of a row of pass keys, with something typed that its file has."""
+    row = paper["rows"][6]
+    row["command"] = row["command"].replace(name, typed)
+
+
 @pytest.mark.parametrize(
     ("plant", "found"),
     [
@@ -64,6 +70,26 @@ def _without_place(paper: dict, place: str) -> None:
         (
             lambda paper: paper["rows"][0].update(expect=[["above", 0, 9]]),
             "cells that it does not have",
+        ),
+        (
+            lambda paper: paper["rows"][4].update(expect=[["near", 6, 1.0, 0.02]]),
+            "is about answers and judged by perplexity",
+        ),
+        (
+            lambda paper: _with_command(paper, "{text}", "middlemarch.txt"),
+            "types --text, which its file has",
+        ),
+        (
+            lambda paper: _with_command(paper, "{text}", "vanity-fair.txt"),
+            "--text vanity-fair.txt, and eval_qwen has middlemarch.txt",
+        ),
+        (
+            lambda paper: _with_command(paper, "{length}", "8K"),
+            "--length 8K, and eval_qwen has 16384",
+        ),
+        (
+            lambda paper: _with_command(paper, "{samples}", "128"),
+            "--samples 128, and eval_qwen has 100",
         ),
     ],
 )
@@ -100,7 +126,8 @@ def test_a_verdict_follows_the_numbers_of_the_files(monkeypatch: pytest.MonkeyPa
     ("paper", "row"), ROWS, ids=lambda x: x if isinstance(x, str) else x["claim"][:30]
 )
 def test_a_command_has_options_and_caches_that_exist(paper: str, row: dict) -> None:
-    for line in row["command"].split("; "):
+    lines = [*claims.command_of(row).split("; "), row.get("decides", "")]
+    for line in filter(None, lines):
         words = shlex.split(line)
         for option, value in itertools.pairwise(words):
             if option == "--cache":
@@ -144,6 +171,26 @@ def test_a_comparison_is_judged_by_sign_and_two_standard_errors(
     assert claims.compare(expectation, cells) == wanted
 
 
+def test_a_mean_over_tasks_has_the_error_of_its_prompts() -> None:
+    cell = {
+        "name": "FIER",
+        "file": "eval_qwen_ruler",
+        "mean_of_tasks": 8192,
+        "cache": "fier@1024",
+    }
+    found = claims.read_cell(cell)
+    scores = [
+        one["caches"]["fier@1024"]
+        for one in load_results("eval_qwen_ruler").values()
+        if one["task"]["length"] == 8192
+    ]
+    assert len(scores) == 10
+    assert found.value == pytest.approx(sum(score["mean"] for score in scores) / 10)
+    widest = max(score["high"] - score["low"] for score in scores) / 3.92
+    assert found.stderr is not None
+    assert 0 < found.stderr < widest / 10**0.5
+
+
 def test_layers_are_compared_by_pairs_and_scores_on_the_same_questions() -> None:
     one, other = (
         claims.Cell(n, v, 0.5, samples)
@@ -160,7 +207,8 @@ def test_layers_are_compared_by_pairs_and_scores_on_the_same_questions() -> None
 def test_a_row_is_contradicted_by_one_comparison_and_open_if_one_is_open() -> None:
     index = {"name": "FIER", "index": "fier"}
     row = {"cells": [index, index]}
-    assert claims.verdict(row) == "open"
+    assert claims.verdict(row) == "not judged"
+    assert claims.verdict(row | {"decides": "kvjax eval MODEL"}) == "open"
     assert claims.verdict(row | {"expect": [["near", 0, 0.125, 0.001]]}) == "reproduced"
     assert (
         claims.verdict(row | {"expect": [["near", 0, 0.125, 0.001], ["above", 0, 0.2]]})
