@@ -90,7 +90,8 @@ class Critical(ValueWeighted):
 
     **Source:** CriticalKV (Feng et al. 2025, arXiv 2502.03805), Algorithm 1: over SnapKV's
     scores, first=.5, epsilon=1e-4. **Differs:** the paper measures a value after the model's
-    output projection, which a cache does not have.
+    output projection, which a cache does not have. Its form in kvpress counts the window of
+    SnapKV in the first stage, which a window of half of the budget makes void.
     """
 
     evictor: Evictor = Observation()

@@ -138,7 +138,8 @@ class TurboQuant(_Turbo):
 
     **Source:** TurboQuant (arXiv 2504.19874), the codes of least squared error. **Differs:**
     the rotation is a Hadamard matrix with random signs. The scale of a key is that with which
-    q.k is unbiased, and of a value that of least error, instead of the length; the paper's
+    q.k is unbiased, and of a value that of least error, as in DRIVE and EDEN (Vargaftik et al.
+    2021, arXiv 2105.08339, and 2022, arXiv 2108.08842), instead of the length; the paper's
     inner-product form, which adds a 1-bit code of the residual, has 5 times this variance at 3
     bits. The mean of a row's first keys is taken out. Codes of 8 bits have uniform levels.
     """
