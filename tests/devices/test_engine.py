@@ -21,6 +21,7 @@ from tests.devices.test_models import BOTH, directory, models  # noqa: F401 (fix
     [
         pytest.param("full", marks=pytest.mark.thorough),
         "fier:budget=24,group=8,chunk=32,dense_layers=1",
+        "kivi:residual=16,group=8",  # whose prompts of two chunks are held until they end
     ],
 )
 def test_requests_over_rows_and_heads_get_their_tokens(
