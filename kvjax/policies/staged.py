@@ -26,7 +26,7 @@ from kvjax.spec import CacheSpec
 @register_dataclass
 @dataclass(frozen=True)
 class StagedState:
-    """What was stored before a prompt, and the prompt so far."""
+    """The state of the policy before a prompt, and the prompt so far."""
 
     stored: Any  # the state of the policy
     prompt: FullState
