@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from docs.tables.commands import with_text
+from docs.tables.commands import as_title, titled, with_text
 from docs.tables.reading import (
     load_file,
     load_results,
@@ -252,7 +252,8 @@ def real_perplexities() -> str:
             else:
                 cells.append(perplexity_change(row))
         rows.append([named(cache), *cells])
-    return markdown(["cache", *(f"{text}, {length}" for text, length in places)], rows)
+    table = markdown(["cache", *(f"{text}, {length}" for text, length in places)], rows)
+    return f"{table}\nThe book is {as_title(load_file('perplexity_qwen')['texts']['book'])}.\n"
 
 
 def real_long_generation() -> str:
@@ -398,7 +399,12 @@ def which_method() -> str:
          times(32768, 32, "snapkv", "quest", "pariskv", "fier", "logquant", "kivi", "freekv"),
          times(32768, 32, "full")),
     ]  # fmt: skip
-    return markdown(["what matters", "choose", "avoid"], rows, numbers=False)
+    table = markdown(["what matters", "choose", "avoid"], rows, numbers=False)
+    book = as_title(load_file("perplexity_qwen")["texts"]["book"])
+    return (
+        f"{table}\nSingle tokens are in {titled('eval_qwen')}; the book is {book}; the model's own text "
+        f"goes on from {titled('long_generation')}.\n"
+    )
 
 
 def _listed(
