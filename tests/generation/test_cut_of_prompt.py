@@ -17,7 +17,7 @@ from kvjax.generation import generate, prefill
 from kvjax.generation import prefilling as reading
 from kvjax.generation.staging import needs_staging, room_for, rooms, staged
 from kvjax.policies import Policy
-from tests.generation.test_generate import Tiny, words
+from tests.generation.test_generate import Tiny, compilations, words
 
 TOKENS = 280  # of a prompt: 256 and 64 in chunks of the default
 NEW = 8
@@ -196,3 +196,13 @@ def test_what_is_compiled_ahead_is_what_reads_a_prompt(model):
     cache = make(policy_of(CODES["kivi"]))
     names = [p.function.__name__ for p in reading.prompt_programs(model, cache, TOKENS)]
     assert names == ["_settle", "_prefill_chunk", "_prefill_chunk"]
+
+
+def test_nothing_compiles_after_an_engine_has_warmed_up_for_codes(model):
+    engine = kvjax.Engine(model, make(policy_of(CODES["kivi"])), block=4, chunk=64)
+    engine.warm_up()
+    with compilations() as seen:
+        for prompt in words(TOKENS, 20, 130, seed=4):
+            engine.submit(prompt, max_new_tokens=5)
+        engine.run()
+    assert not seen
