@@ -89,6 +89,7 @@ from kvjax.serve.slots import (
     all_finite,
     can_truncate,
     capacities,
+    committed,
     first_tokens,
     in_host,
     long_rows,

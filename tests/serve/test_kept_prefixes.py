@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax.generation import prefilling
+from kvjax.generation import prefilling, staging
 from kvjax.generation.sampling import sampling
 from kvjax.models import Decoder
 from kvjax.serve import keeping, kept_files, slots
@@ -70,8 +70,10 @@ def one_cache(name, turns, new, capacity=256):
     )._rows.make()  # `kvjax.init` may make Full of one row
     answers = []
     for turn in turns:
-        start = 0
-        for size in prefilling.cut(len(turn), (CHUNK,)):
+        start, sizes = 0, prefilling.cut(len(turn), (CHUNK,))
+        if staging.needs_staging(cache) and len(sizes) > 1:
+            cache = staging.staged(cache, capacity)
+        for size in sizes:
             piece = np.zeros((1, size), np.int32)
             real = turn[start : start + size]
             piece[0, : len(real)] = real
@@ -79,6 +81,7 @@ def one_cache(name, turns, new, capacity=256):
                 model, cache, piece, np.array([len(real)], np.int32), first_chunk=False
             )
             start += len(real)
+        cache = staging.settled(cache)
         run = kvjax.generation.Stream(model, cache, logits, new)
         list(run)
         answers.append(run.rows[0])
