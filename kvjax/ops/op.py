@@ -1,5 +1,5 @@
-"""Operations: a reference in plain JAX, a GPU kernel, and the rule that says which of them
-runs.
+"""Operations: a reference in plain JAX, a GPU kernel, for some a TPU kernel, and the rule that
+says which of them runs.
 
 An operation is a function in plain JAX, its reference, under the decorator `op`, which also
 takes how its GPU kernel is called and which arguments the kernel cannot take. `Op` does the
@@ -13,6 +13,7 @@ import functools
 import inspect
 import logging
 import math
+import os
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator
@@ -29,9 +30,10 @@ from jax import Array, lax
 from jax.extend.core import get_opaque_trace_state
 
 from kvjax.memory import varying_axes
+from kvjax.numerics import platforms
 from kvjax.numerics.derivatives import with_derivative
 from kvjax.numerics.partial import Logits
-from kvjax.ops.partitioned import warn_if_partitioned
+from kvjax.ops.partitioned import on_one_device, warn_if_partitioned
 from kvjax.validation import short_repr
 
 Implementation = Literal["xla", "mosaic"]
@@ -60,11 +62,25 @@ class Explanation:
     op: str
     implementation: Implementation | Literal["cudnn"]  # "cudnn": exact attention of a prompt
     reason: str
-    measured: bool = True  # False: a kernel that was compiled for this GPU and simulated, but not measured on it
+    # False: a kernel that was compiled for this GPU or TPU and simulated, but not measured on it
+    measured: bool = True
 
     def __str__(self) -> str:
         plain = self.implementation != "xla" and self.measured
         return self.implementation if plain else f"{self.implementation}: {self.reason}"
+
+
+class OnTpu(NamedTuple):
+    """The kernel of an operation for TPUs; its fields are called as those of `op`."""
+
+    kernel: str  # the module in `kvjax.kernels_pallas.tpu`
+    limit: Callable[[Any, Any], str | None]
+    mosaic: Callable[[Any, Any], Any]
+
+    @property
+    def module(self) -> Any:
+        """The module of the kernel, imported on first use."""
+        return import_module(f"kvjax.kernels_pallas.tpu.{self.kernel}")
 
 
 @dataclass(frozen=True)
@@ -95,6 +111,7 @@ class Op(Generic[P, R]):
         derivative: Derivative,
         limit: Callable[[Any, Any], str | None],
         mosaic: Callable[[Any, Any], R],
+        on_tpu: OnTpu | None = None,
     ) -> None:
         functools.update_wrapper(self, reference)
         self.name = reference.__name__
@@ -109,6 +126,7 @@ class Op(Generic[P, R]):
         ]
         self.derivative = derivative
         self._limit, self._mosaic = limit, mosaic
+        self._on_tpu = on_tpu
         OPS[self.name] = self
 
     def __repr__(self) -> str:
@@ -139,6 +157,9 @@ class Op(Generic[P, R]):
         6. The platform that the program is lowered for: CUDA runs the kernel, and all others
            the reference.
 
+        Where the reference runs and nobody asked for it by name, a program for a TPU has the
+        kernel for TPUs, if there is one that takes the arguments.
+
         Raises ValueError for arguments that kernel and reference both refuse.
         """
         asked = (
@@ -152,9 +173,10 @@ class Op(Generic[P, R]):
             told = Explanation(self.name, asked, "asked for by name")
             return Choice("kernel" if asked == "mosaic" else "reference", told, forced=True)
         if nowhere:
-            return Choice("reference", Explanation(self.name, "xla", nowhere))
+            told = self._told_on_tpu(a) or Explanation(self.name, "xla", nowhere)
+            return Choice("reference", told)
 
-        told = self._explain(limit)
+        told = self._told_on_tpu(a) or self._explain(limit)
         if _unmeasured(self.module):
             return Choice("reference", told)
         if limit:
@@ -174,11 +196,25 @@ class Op(Generic[P, R]):
         # functions.
         build = _forms if shares_traces() else _forms.__wrapped__
         forms = build(self, static, choice.forced or choice.silent, choice.silent)
-        if choice.runs == "reference":
-            return forms.reference(*operands)
         if choice.runs == "kernel":  # lowered for anything else: NotImplementedError
             return lax.platform_dependent(*operands, cuda=forms.kernel)
-        return lax.platform_dependent(*operands, cuda=forms.kernel, default=forms.elsewhere)
+        kernels = {"cuda": forms.kernel} if choice.runs == "either" else {}
+        if not choice.forced and self._why_not_on_tpu(a) is None:
+            kernels["tpu"] = forms.on_tpu
+        if not kernels:
+            return forms.reference(*operands)
+        plain = forms.elsewhere if choice.runs == "either" else forms.reference
+        return lax.platform_dependent(*operands, **kernels, default=plain)
+
+    def _why_not_on_tpu(self, a: SimpleNamespace) -> str | None:
+        """Why a program for a TPU has the reference for these arguments; None if it has a kernel."""
+        if self._on_tpu is None:
+            return f"{self.name} has no kernel for TPUs"
+        if not platforms.reaches_tpus():
+            return f"this process runs on {jax.default_backend()} and has no libtpu"
+        if os.environ.get("KVJAX_KERNELS") == "off":
+            return "the environment variable KVJAX_KERNELS is 'off'"
+        return self._on_tpu.limit(self._on_tpu.module, a) or _why_not_in_shard_map(vars(a))
 
     def _limit_here(self, a: SimpleNamespace) -> str | None:
         """Why this process cannot run the kernel for these arguments; None if it can."""
@@ -222,6 +258,18 @@ class Op(Generic[P, R]):
         """Returns the result of the kernel, whatever its limits; without a derivative."""
         return self._mosaic(self.module, self._bind(*args, **kwargs))
 
+    def _told_on_tpu(self, a: SimpleNamespace) -> Explanation | None:
+        """Explains that this process runs the kernel for TPUs by default; None if it does not."""
+        if jax.default_backend() != "tpu" or self._why_not_on_tpu(a) is not None:
+            return None
+        unproven = "compiled by the TPU's compiler and interpreted, never run on a chip"
+        return Explanation(self.name, "mosaic", unproven, measured=False)
+
+    def run_on_tpu(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Returns the result of the kernel for TPUs, without a derivative."""
+        assert self._on_tpu is not None
+        return self._on_tpu.mosaic(self._on_tpu.module, self._bind(*args, **kwargs))
+
     def _bind(self, *args: Any, **kwargs: Any) -> SimpleNamespace:
         """Returns the arguments by name, with defaults."""
         bound = self._signature.bind(*args, **kwargs)
@@ -251,6 +299,7 @@ def op(
     mosaic: Callable[[Any, Any], R],
     static_argnames: tuple[str, ...] = (),
     derivative: Derivative = "none",
+    on_tpu: OnTpu | None = None,
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Makes an operation from a reference in plain JAX, which must take `implementation=None`
     and leave it unused.
@@ -265,8 +314,11 @@ def op(
       static_argnames: arguments that are Python values; all others are pytrees of arrays.
       derivative: of the kernel, which has none of its own: "reference" takes that of the
         reference, and "zero" is for a selection of slots.
+      on_tpu: the kernel for TPUs, which has the derivative of the reference.
     """
-    return lambda reference: Op(reference, kernel, static_argnames, derivative, limit, mosaic)
+    return lambda reference: Op(
+        reference, kernel, static_argnames, derivative, limit, mosaic, on_tpu
+    )
 
 
 def for_gpu(gpu: Callable[..., R], others: Callable[..., R], *operands: Any) -> R:
@@ -292,8 +344,9 @@ def explain(op: str | Op[..., Any], *args: Any, **options: Any) -> Explanation:
     may be a `jax.ShapeDtypeStruct`. By default an NVIDIA GPU runs the Pallas Mosaic GPU kernel
     if it can: jax >= 0.11, a compute capability from 8.0 to 12.0 that the kernels were compiled
     for, and shapes that the kernel takes; the reason says whether the kernel was measured on
-    this kind of GPU. Everything else runs the reference ("xla"), and so does a GPU with the
-    environment variable KVJAX_KERNELS=off. The decision is made for the platform that a program
+    this kind of GPU. A TPU runs the kernels that there are for it, which were never run on a
+    chip. Everything else runs the reference ("xla"), and so does a GPU with the environment
+    variable KVJAX_KERNELS=off. The decision is made for the platform that a program
     is lowered for. A kernel that is requested by name ("mosaic") runs, measured or not, or
     raises NotImplementedError with the limit.
 
@@ -397,6 +450,7 @@ class Forms(NamedTuple):
     kernel: Callable[..., Any]
     reference: Callable[..., Any]
     elsewhere: Callable[..., Any]  # the reference where CUDA runs the kernel
+    on_tpu: Callable[..., Any]  # the kernel for TPUs
 
 
 @functools.lru_cache(maxsize=1024)
@@ -422,8 +476,15 @@ def _forms(
         operands = warn_if_partitioned(op.name, operands)
         return op.run_kernel(**dict(zip(op.operands, operands, strict=True)), **dict(static))
 
+    def mosaic_on_tpu(*operands: Any) -> Any:
+        named = dict(zip(op.operands, operands, strict=True))
+        return op.run_on_tpu(**named, **dict(static))
+
+    def on_tpu(*operands: Any) -> Any:
+        return on_one_device(mosaic_on_tpu, reference, *operands)
+
     kernel = with_derivative(mosaic, reference) if op.derivative == "reference" else mosaic
-    return Forms(kernel, reference, elsewhere)
+    return Forms(kernel, reference, elsewhere, with_derivative(on_tpu, reference))
 
 
 def runs_nowhere() -> str | None:

@@ -33,7 +33,7 @@ from kvjax.numerics.selection import (
     split_steps,
 )
 from kvjax.numerics.types import Bool, Float
-from kvjax.ops.op import Implementation, for_gpu, op
+from kvjax.ops.op import Implementation, OnTpu, for_gpu, op
 
 
 @op(
@@ -42,6 +42,11 @@ from kvjax.ops.op import Implementation, for_gpu, op
     derivative="reference",
     limit=lambda kernel, a: kernel.unsupported(a.q, a.keys.bits, a.keys.scale),
     mosaic=lambda kernel, a: kernel.score_1bit(a.q, *a.keys, scale=a.logits.uncapped),
+    on_tpu=OnTpu(
+        "score_1bit",
+        limit=lambda kernel, a: kernel.unsupported(a.q, a.keys.bits, a.keys.scale),
+        mosaic=lambda kernel, a: a.logits.of(kernel.score_1bit(a.q, *a.keys)),
+    ),
 )
 def score_1bit(
     q: Float[Array, "B K G D"],

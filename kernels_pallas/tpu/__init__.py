@@ -1,0 +1,5 @@
+"""Pallas kernels for TPUs, with the semantics of their references in `kvjax.ops`.
+
+The TPU's compiler, which needs no TPU, compiles them, and the tests run them in an interpreter;
+none has run on a chip. `benchmarks/tpu.py` says what they move.
+"""
