@@ -86,7 +86,7 @@ def _write_slices(
     Reads the slots of a row that its tokens could take, replaces those that they do take, and
     writes all of them.
     """
-    slots = buffers[0].shape[2]
+    rows, _, slots = buffers[0].shape[:3]
     tokens = min(news[0].shape[2], slots)  # a row has room for no more
     first = jnp.minimum(start, slots - tokens)  # of the slice, which ends within the buffer
 
@@ -96,22 +96,29 @@ def _write_slices(
         written = []
         for buffer, new in zip(buffers, news, strict=True):
             buffer = in_usual_layout(buffer)
-            size = (1, new.shape[1], tokens, *new.shape[3:])
             mine = lax.dynamic_slice_in_dim(new[:, :, :tokens], row, 1).astype(buffer.dtype)
             if (
                 tokens > 1
             ):  # those of a slice that begins before its tokens move towards its end
                 mine = _shifted(mine, start[row] - first[row])
-            at: list[Array | int] = [row, 0, first[row], *(0,) * (buffer.ndim - 3)]
-            old = lax.dynamic_slice(buffer, at, size)
             kept = jnp.expand_dims(taken, (0, 1, *range(3, new.ndim)))
+            # An update of some rows of bytes makes the compiler tile them in another way, and
+            # so copy them, but one of all rows does not.
+            of_all_rows = rows > 1 and buffer.dtype.itemsize == 1 and rows * tokens <= slots
+            if of_all_rows:
+                own = lax.broadcasted_iota(jnp.int32, (rows,) + (1,) * (new.ndim - 1), 0) == row
+                kept = kept & own
+            size = (rows if of_all_rows else 1, new.shape[1], tokens, *new.shape[3:])
+            zeros = (0,) * (buffer.ndim - 3)
+            at: list[Array | int] = [0 if of_all_rows else row, 0, first[row], *zeros]
+            old = lax.dynamic_slice(buffer, at, size)
             buffer = lax.dynamic_update_slice(buffer, jnp.where(kept, mine, old), at)
             written.append(in_usual_layout(buffer))
         return written
 
     # Unrolled: a loop tiles narrow arrays of bytes in another way, and the compiler copies them.
     written = list(buffers)
-    for row in range(len(start)):
+    for row in range(rows):
         written = write_row(row, written)
     return written
 

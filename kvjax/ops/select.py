@@ -172,7 +172,9 @@ def rerank(
         products = q.astype(jnp.float32)[:, :, :, None] * decoded.reshape(B, K, G, M, -1)
         return logits.of(jnp.sum(products, axis=-1))
 
-    return for_gpu(summed, partial(_rerank_blocks, logits=logits), q, keys, listed.slots)
+    by_blocks = partial(_rerank_blocks, logits=logits)
+    plain = partial(for_tpu, partial(_rerank_all, logits=logits), by_blocks)
+    return for_gpu(summed, plain, q, keys, listed.slots)
 
 
 def _rerank_blocks(q: Array, keys: Directions, slots: Array, *, logits: Logits) -> Array:
@@ -194,6 +196,29 @@ def _rerank_blocks(q: Array, keys: Directions, slots: Array, *, logits: Logits) 
     return lax.fori_loop(
         0, -(-M // block), step, vary_with(jnp.zeros((B, K, G, M), jnp.float32), q, keys, slots)
     )
+
+
+def _rerank_all(q: Array, keys: Directions, slots: Array, *, logits: Logits) -> Array:
+    """`rerank` by estimates of all keys, of which those of the listed ones are taken.
+
+    A TPU stores the bytes of codes with tokens side by side. To gather those of some tokens, it
+    would first copy all of them to another layout.
+    """
+    B, K, G, _ = slots.shape
+    S = keys.signs.shape[2]
+    block = min(max(512, S // 64), S)
+    q = q.astype(jnp.float32)
+
+    def step(i: Array, scores: Array) -> Array:
+        first = jnp.minimum(i * block, S - block)
+        part = Directions(*(lax.dynamic_slice_in_dim(a, first, block, axis=2) for a in keys))
+        decoded = decode(lax.optimization_barrier(part))
+        s = logits.of(jnp.einsum("bkgd,bksd->bkgs", q, decoded, precision="highest"))
+        return lax.dynamic_update_slice_in_dim(scores, s, first, axis=3)
+
+    empty = vary_with(jnp.zeros((B, K, G, S), jnp.float32), q, keys)
+    scores = lax.fori_loop(0, -(-S // block), step, empty)
+    return jnp.take_along_axis(scores, slots, axis=3, mode="clip")
 
 
 def centres() -> tuple[float, ...]:

@@ -9,13 +9,15 @@ from hypothesis import given
 from jax import lax
 
 from kvjax.numerics import blocks, platforms
+from kvjax.numerics.partial import Logits
+from kvjax.numerics.rotate import encode
 from kvjax.numerics.selection import Selection
 from kvjax.ops import attend, select
 
 
 @given(
     rows=st.sampled_from([1, 3]),
-    length=st.sampled_from([1, 4, 12]),
+    length=st.sampled_from([1, 3, 4, 12]),
     starts=st.lists(st.integers(0, 11), min_size=3, max_size=3),
     counts=st.lists(st.integers(0, 12), min_size=3, max_size=3),
 )
@@ -23,13 +25,14 @@ def test_slices_write_what_a_scatter_writes(
     rows: int, length: int, starts: list[int], counts: list[int]
 ) -> None:
     rng = np.random.default_rng(0)
-    buffers = [
-        jnp.asarray(rng.normal(size=(rows, 2, 9, *rest)), jnp.float32) for rest in ((3,), ())
-    ]
-    news = [
-        jnp.asarray(rng.normal(size=(rows, 2, length, *rest)), jnp.float32)
-        for rest in ((3,), ())
-    ]
+    kinds = ((3,), jnp.float32), ((), jnp.float32), ((3,), jnp.uint8)
+
+    def arrays(tokens: int) -> list[jax.Array]:
+        shapes = [(rows, 2, tokens, *rest) for rest, _ in kinds]
+        values = [100 * rng.random(size=shape) for shape in shapes]
+        return [jnp.asarray(x, dtype) for x, (_, dtype) in zip(values, kinds, strict=True)]
+
+    buffers, news = arrays(9), arrays(length)
     where = jnp.array(starts[:rows]), jnp.minimum(jnp.array(counts[:rows]), length)
     for got, want in zip(
         blocks._write_slices(buffers, news, *where),
@@ -123,3 +126,16 @@ def test_pages_gathered_at_once_are_their_tokens(
     monkeypatch.setattr(attend, "for_tpu", lambda tpu, others, *operands: tpu(*operands))
     for got, same in zip(attend.gather_slots(k, v, selection, together=4), want, strict=True):
         np.testing.assert_array_equal(got, same)
+
+
+@pytest.mark.parametrize(("tokens", "listed"), [(700, 90), (520, 520), (40, 7)])
+def test_estimates_of_all_keys_are_those_of_the_listed(tokens: int, listed: int) -> None:
+    rng = np.random.default_rng(0)
+    q = jnp.asarray(rng.normal(size=(2, 2, 3, 64)), jnp.float32)
+    keys = encode(jnp.asarray(rng.normal(size=(2, 2, tokens, 64)), jnp.float32))
+    slots = jnp.asarray(rng.integers(0, tokens + 3, size=(2, 2, 3, listed)), jnp.int32)
+    got, want = (
+        form(q, keys, slots, logits=Logits(0.3))
+        for form in (select._rerank_all, select._rerank_blocks)
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
