@@ -1,14 +1,19 @@
 """Compiles every preset's programs for TPUs, on a machine that has none, and says what they move.
 
-    python benchmarks/tpu.py [--chips v5e,v6e,tpu7x] [--presets full,fier] [--programs step,flush]
+    python -m benchmarks.tpu [--chips v5e,v6e,tpu7x] [--presets full,fier] [--programs step,flush]
                              [--capacity 131072] [--rows 1] [--check] [--json FILE] [--hlo FOLDER]
+    python -m benchmarks.tpu --kernels [--chips v5e] [--json FILE]
 
 Needs libtpu (`pip install "jax[tpu]"`), whose compiler runs on any CPU. For each chip, preset and
 program it prints, beside dense attention by hand, which is compiled in the same run:
 
 - MB: bytes that a run reads and writes, by XLA, which counts a loop once; the bytes of further
-  rounds are counted from the compiled program, unless their number depends on data. Reads of
-  single tokens count their bytes, though a TPU takes as long for a token as for several KiB.
+  rounds are counted from the compiled program, unless their number depends on data, and those of
+  Pallas kernels from the jaxpr (`benchmarks/tpu_moves.py`).
+- DMAs: slices that gathers read, each by a DMA of its own, and those of kernels.
+- us: derived, not measured: bytes at the chip's bandwidth, 30 ns more for each DMA, and a kernel
+  at least as long as its bundles, which `--kernels` counts. What XLA's own fusions compute is
+  left out.
 - temp: memory beside arguments and results.
 - copies: instructions outside of fusions, in any branch or loop, that copy or transpose an array
   as large as one of the cache.
@@ -27,7 +32,9 @@ import argparse
 import json
 import os
 import re
+import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -51,8 +58,10 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 import kvjax
+from benchmarks.tpu_moves import BANDWIDTH, CLOCK, derived_us, gathered, kernel_moves
 from kvjax import presets
 from kvjax.evaluate.provenance import provenance
+from kvjax.kernels_pallas.tpu import score_1bit
 
 CHIPS = {
     "v5e": "v5e:2x2",
@@ -74,7 +83,10 @@ class Row:
     program: str
     rows: int
     capacity: int
-    bytes: int
+    bytes: int  # with those of kernels
+    kernel_bytes: int
+    dmas: int
+    us: float  # derived
     temp: int
     copies: list[str]  # shapes with layouts
     compile_s: float
@@ -158,9 +170,9 @@ def dense_program(spec: kvjax.CacheSpec) -> tuple[Callable[..., Any], tuple[Any,
 
 
 def compile_for(
-    device: Any, run: Callable[..., Any], args: tuple[Any, ...], donated: tuple[int, ...]
-) -> tuple[Any, float]:
-    """The compiled program, and the CPU seconds that compiling took."""
+    device: Any, run: Callable[..., Any], args: tuple[Any, ...], donated: tuple[int, ...] = ()
+) -> tuple[Any, Any, float]:
+    """The compiled program, its jaxpr, and the CPU seconds that compiling took."""
     sharding = SingleDeviceSharding(device)
     args = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args
@@ -169,7 +181,7 @@ def compile_for(
     lowered = traced.lower(lowering_platforms=("tpu",))
     start = time.process_time()
     compiled = lowered.compile()
-    return compiled, time.process_time() - start
+    return compiled, traced.jaxpr.jaxpr, time.process_time() - start
 
 
 INSTRUCTION = re.compile(
@@ -355,8 +367,7 @@ def measure(
     donated: tuple[int, ...],
     hlo: Path | None,
 ) -> Row:
-    device = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip]).devices[0]
-    compiled, seconds = compile_for(device, run, args, donated)
+    compiled, jaxpr, seconds = compile_for(device_of(chip), run, args, donated)
     text = compiled.as_text()
     if hlo is not None:
         hlo.mkdir(parents=True, exist_ok=True)
@@ -375,19 +386,103 @@ def measure(
     faults = [f"copies {shape} {times} times" for shape, times in Counter(copies).items()]
     if temp > MOST_TEMP * whole:
         faults.append(f"takes {temp / whole:.0%} of the cache's bytes as temporary memory")
-    moved = int(compiled.cost_analysis()["bytes accessed"]) + loop_bytes(text)
+    outside = int(compiled.cost_analysis()["bytes accessed"]) + loop_bytes(text)
+    kernels = kernel_moves(jaxpr)
+    dmas = gathered(text) + kernels.dmas
+    us = derived_us(chip, outside, dmas, kernels, bundles_known(chip))
     return Row(
-        chip,
-        preset,
-        program,
-        spec.batch,
-        spec.capacity,
-        moved,
-        temp,
-        copies,
-        round(seconds, 1),
-        faults,
+        chip=chip,
+        preset=preset,
+        program=program,
+        rows=spec.batch,
+        capacity=spec.capacity,
+        bytes=outside + kernels.bytes,
+        kernel_bytes=kernels.bytes,
+        dmas=dmas,
+        us=round(us, 1),
+        temp=temp,
+        copies=copies,
+        compile_s=round(seconds, 1),
+        faults=faults,
     )
+
+
+def device_of(chip: str) -> Any:
+    return topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip]).devices[0]
+
+
+# ------------------------------------------------------------------------------------------------------------- kernels
+
+RESULTS = Path(__file__).parent / "results" / "tpu.json"
+
+
+def bundles_known(chip: str) -> int | None:
+    """Bundles of a step of the grid of the kernel score_1bit, as `--kernels` once counted them;
+    None if it did not."""
+    found = json.loads(RESULTS.read_text()).get("kernels") if RESULTS.exists() else None
+    rows = found["rows"] if found else []
+    return next((row["bundles"] for row in rows if row["chip"] == chip), None)
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """What the compiler makes of one kernel."""
+
+    chip: str
+    kernel: str
+    shapes: str
+    bundles: int  # of the whole kernel, most of them of a step of its grid
+    steps: int
+    bytes: int
+    us: float | None  # of the bundles; None where the clock is not known
+    us_of_bytes: float
+
+
+def kernel_rows(chips: Sequence[str], capacity: int) -> Iterator[KernelRow]:
+    """Compiles each kernel by itself, with a dump of its final bundles."""
+    for chip in chips:
+        with tempfile.TemporaryDirectory() as folder:
+            program = [sys.executable, "-m", "benchmarks.tpu"]
+            command = [*program, "--kernel-into", folder, "--chips", chip]
+            flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+            environment = {**os.environ, "LIBTPU_INIT_ARGS": flags}
+            subprocess.run([*command, "--capacity", str(capacity)], check=True, env=environment)
+            yield kernel_row(chip, capacity, Path(folder))
+
+
+def score_1bit_program(capacity: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """FIER's scores of eight heads with four query heads each."""
+
+    def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((1, 8, *shape), dtype)
+
+    groups = array(capacity // 32, 128)
+    bits = array(capacity, 16, dtype=jnp.uint8)
+    return score_1bit.score_1bit, (array(4, 128), bits, groups, groups)
+
+
+def kernel_row(chip: str, capacity: int, dump: Path) -> KernelRow:
+    run, args = score_1bit_program(capacity)
+    moves = kernel_moves(jax.make_jaxpr(run)(*args).jaxpr)
+    bundles = bundles_of("score_1bit", dump)
+    clock = CLOCK.get(chip)
+    return KernelRow(
+        chip=chip,
+        kernel="score_1bit",
+        shapes=f"{capacity} tokens, 8 kv heads of 128, 4 query heads each",
+        bundles=bundles,
+        steps=moves.steps,
+        bytes=moves.bytes,
+        us=None if clock is None else round(1e6 * bundles * moves.steps / clock, 1),
+        us_of_bytes=round(1e6 * moves.bytes / BANDWIDTH[chip], 1),
+    )
+
+
+def bundles_of(kernel: str, dump: Path) -> int:
+    """The bundles of a kernel's final code, in a dump of the compiler."""
+    (found,) = dump.glob(f"*{kernel}*-final_hlo-static-per-bundle-utilization.txt")
+    lines = found.read_text().splitlines()
+    return sum(bool(re.fullmatch(r"\s*\d+(\s+\d+){9}\s*", line)) for line in lines)
 
 
 def measure_all(given: argparse.Namespace) -> Iterator[Row]:
@@ -415,12 +510,19 @@ def about() -> dict[str, Any]:
 
 def save(path: Path, run: dict[str, Any]) -> None:
     """Adds a run to those of a file, from which it removes earlier rows of the same programs."""
-    runs = json.loads(path.read_text())["runs"] if path.exists() else []
+    whole = json.loads(path.read_text()) if path.exists() else {"runs": []}
+    runs = whole["runs"]
     measured = set(map(program_of, run["rows"]))
     for earlier in runs:
         earlier["rows"] = [row for row in earlier["rows"] if program_of(row) not in measured]
     runs = [earlier for earlier in runs if earlier["rows"]]
-    path.write_text(json.dumps({"runs": [*runs, run]}, indent=1) + "\n")
+    path.write_text(json.dumps({**whole, "runs": [*runs, run]}, indent=1) + "\n")
+
+
+def save_kernels(path: Path, made: dict[str, Any]) -> None:
+    """Replaces the figures of kernels in a file of runs."""
+    whole = json.loads(path.read_text()) if path.exists() else {"runs": []}
+    path.write_text(json.dumps({**whole, "kernels": made}, indent=1) + "\n")
 
 
 def program_of(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -429,8 +531,9 @@ def program_of(row: dict[str, Any]) -> tuple[Any, ...]:
 
 def shown(row: Row) -> str:
     return (
-        f"{row.chip:6} {row.preset:14} {row.program:7} {row.bytes / 1e6:9.1f} MB  temp {row.temp / 1e6:8.2f} MB  "
-        f"compile {row.compile_s:5.1f} s  {'; '.join(row.faults) or 'no fault'}"
+        f"{row.chip:6} {row.preset:14} {row.program:7} {row.bytes / 1e6:9.1f} MB  {row.dmas:6d} DMAs  "
+        f"{row.us:8.1f} us  temp {row.temp / 1e6:8.2f} MB  compile {row.compile_s:5.1f} s  "
+        f"{'; '.join(row.faults) or 'no fault'}"
     )
 
 
@@ -451,7 +554,18 @@ def main(args: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--json", type=Path, help="a file of runs, to which this one is added")
     parser.add_argument("--hlo", type=Path, help="a folder for the compiled programs")
+    parser.add_argument("--kernels", action="store_true", help="count the kernels' bundles")
+    parser.add_argument("--kernel-into", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(args)
+    if given.kernel_into is not None:
+        compile_for(device_of(given.chips[0]), *score_1bit_program(given.capacity))
+        return
+    if given.kernels:
+        found = [asdict(row) for row in kernel_rows(given.chips, given.capacity)]
+        print(json.dumps(found, indent=1))
+        if given.json is not None:
+            save_kernels(given.json, {"provenance": about(), "rows": found})
+        return
     rows = []
     for row in measure_all(given):
         print(shown(row), flush=True)

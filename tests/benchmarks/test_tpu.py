@@ -5,8 +5,12 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from benchmarks import tpu
+from benchmarks.tpu_moves import Moves, derived_us, gathered, kernel_moves
 
 PROGRAM = """HloModule step
 
@@ -76,3 +80,89 @@ def test_a_run_replaces_rows_of_the_same_programs(tmp_path: Path) -> None:
     tpu.save(file, {"rows": [row("fier", 3)]})
     runs = json.loads(file.read_text())["runs"]
     assert [[one["bytes"] for one in run["rows"]] for run in runs] == [[1], [3]]
+
+
+def known_kernel(x: jax.Array, y: jax.Array, far: jax.Array) -> jax.Array:
+    """A grid of 2 x 3 blocks of 8 x 128, of x once each and of y once a row; a DMA each step."""
+
+    def add(x_ref, y_ref, far_ref, out_ref, room, done) -> None:
+        pltpu.async_copy(far_ref.at[pl.ds(0, 4)], room, done).wait()
+        out_ref[...] = x_ref[...] + y_ref[...]
+        out_ref[:4] += room[...]
+
+    block = (8, 128)
+    return pl.pallas_call(
+        add,
+        grid=(2, 3),
+        in_specs=[
+            pl.BlockSpec(block, lambda i, j: (i, j)),
+            pl.BlockSpec(block, lambda i, j: (i, 0)),
+            pl.BlockSpec(memory_space=pl.ANY),
+        ],
+        out_specs=pl.BlockSpec(block, lambda i, j: (i, j)),
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        scratch_shapes=[pltpu.VMEM((4, 128), x.dtype), pltpu.SemaphoreType.DMA],
+    )(x, y, far)
+
+
+def moves(run, *args: jax.Array) -> Moves:
+    return kernel_moves(jax.make_jaxpr(run)(*args).jaxpr)
+
+
+def test_blocks_and_dmas_of_a_kernel_are_counted() -> None:
+    args = jnp.ones((16, 300)), jnp.ones((16, 128)), jnp.ones((64, 128))
+    whole = 8 * 128 * 4
+    cut = 8 * 44 * 4  # the last block of a row of 300
+    x = 2 * (2 * whole + cut)
+    want = Moves(bytes=x + 2 * whole + x + 6 * whole // 2, dmas=6 + 2 + 6 + 6, steps=6)
+    assert moves(known_kernel, *args) == want
+
+    def several(x, y, far):
+        return jax.lax.fori_loop(0, 5, lambda _, x: known_kernel(x, y, far), x)
+
+    assert moves(several, *args) == want * 5
+
+
+def test_only_what_a_tpu_runs_is_counted() -> None:
+    args = jnp.ones((16, 384)), jnp.ones((16, 128)), jnp.ones((64, 128))
+
+    def by_platform(x, y, far):
+        return jax.lax.platform_dependent(
+            x, y, far, tpu=known_kernel, default=lambda x, y, far: x
+        )
+
+    def elsewhere(x, y, far):
+        return jax.lax.platform_dependent(
+            x, y, far, cuda=known_kernel, default=lambda x, y, far: x
+        )
+
+    assert moves(by_platform, *args) == moves(known_kernel, *args)
+    assert moves(elsewhere, *args) == Moves()
+
+
+def test_fiers_scores_move_what_their_kernel_says() -> None:
+    run, shapes = tpu.score_1bit_program(8192)
+    D, g, G, rows, tokens = 128, 32, 4, 8, 8192
+    of_tokens = rows * tokens * (D // 8 + 4 * D // g + 4 * G)
+    queries = rows * 8 * D * 2
+    found = kernel_moves(jax.make_jaxpr(run)(*shapes).jaxpr)
+    assert found.bytes == of_tokens + queries
+    assert found.steps == rows * tokens // 4096
+
+
+def test_gathers_count_slices_of_main_memory() -> None:
+    program = """
+  %far = bf16[8,4096,128]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %near = f32[8,4096]{1,0:T(8,128)S(1)} parameter(1)
+  %tokens = bf16[8,20,128]{2,1,0} gather(%far, %at), offset_dims={2}, slice_sizes={1,1,128}
+  %pages = bf16[8,5,16,128]{3,2,1,0} gather(%far, %at), offset_dims={2,3}, slice_sizes={1,16,128}
+  %scores = f32[8,20]{1,0} gather(%near, %at), offset_dims={}, slice_sizes={1,1}
+"""
+    assert gathered(program) == 8 * 20 + 8 * 5
+
+
+def test_a_derived_time_has_bytes_dmas_and_bundles() -> None:
+    kernel = Moves(bytes=819_000_000, dmas=10, steps=1000)
+    assert derived_us("v5e", 819_000_000, 1000, kernel, None) == pytest.approx(2030)
+    slow = derived_us("v5e", 0, 0, kernel, 3000)  # bundles
+    assert slow == pytest.approx(2000)
