@@ -151,7 +151,12 @@ def real_known() -> str:
 
 
 def real_gsm8k() -> str:
-    return _by_budget(load_scores("eval_qwen_gsm8k")["gsm8k"], (64, 128, 256, 512))
+    scores = load_scores("eval_qwen_gsm8k")["gsm8k"]
+    full = scores["full"]
+    return (
+        f"{_by_budget(scores, (64, 128, 256, 512))}\nAll {full['n']} questions. A step of `full` reads "
+        f"{full['tokens_read']:.0f} tokens on average.\n"
+    )
 
 
 def _by_budget(scores: dict[str, Any], budgets: Sequence[int]) -> str:

@@ -29,7 +29,12 @@ def decoded_needles() -> str:
         method = name.removesuffix(":dense_layers=0")
         rows.append([named(method), "" if dense is None else str(dense), *cells])
     head = (f"{what} {n}" for n in budgets for what in ("budget", "tokens read at"))
-    return markdown(["cache", "dense layers", *head], rows)
+    table = markdown(["cache", "dense layers", *head], rows)
+    one = scores["tova@256"]
+    return (
+        f"{table}\nWith {one['n']} samples, {mean_of(one)} means between {short(one['low'])} and "
+        f"{short(one['high'])}.\n"
+    )
 
 
 def needles() -> str:
