@@ -1,5 +1,7 @@
-"""Under `jax_enable_x64`, where constants and indices have 64 bits by default, and with either
-promotion: nothing widens, and int32 never meets int64.
+"""Under `jax_enable_x64`, where constants and indices have 64 bits by default: nothing widens, and
+int32 never meets int64.
+
+Promotion is strict, which raises wherever the standard one would widen.
 """
 
 from __future__ import annotations
@@ -25,15 +27,14 @@ from kvjax.models import Decoder, DecoderConfig
 from kvjax.presets import REGISTRY
 from tests.laws.cases import CASES
 
-PROMOTIONS = ("standard", "strict")
 SPEC = kvjax.CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=64, capacity=4096)
 PROMPT = 150
 LAYERS = 32  # pyramidkv shares a budget among so many
 
 
 @contextmanager
-def wide(promotion: str) -> Iterator[None]:
-    with jax.enable_x64(True), jax.numpy_dtype_promotion(promotion):
+def wide() -> Iterator[None]:
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
         yield
 
 
@@ -59,18 +60,16 @@ def _types(tree: Any) -> list[Any]:
     return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize("promotion", PROMOTIONS)
 @pytest.mark.parametrize("name", REGISTRY)
-def test_a_preset_keeps_its_types(name: str, promotion: str) -> None:
-    with wide(promotion):
+def test_a_preset_keeps_its_types(name: str) -> None:
+    with wide():
         check_calls_keep_types(REGISTRY[name].make(), SPEC)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("promotion", PROMOTIONS)
 @pytest.mark.parametrize("case", CASES)
-def test_a_policy_keeps_its_types(case: str, promotion: str) -> None:
-    with wide(promotion):
+def test_a_policy_keeps_its_types(case: str) -> None:
+    with wide():
         check_calls_keep_types(CASES[case].policy, CASES[case].spec)
 
 
@@ -94,7 +93,7 @@ def test_a_step_returns_what_it_returns_with_32_bit_types(text: str) -> None:
         return np.asarray(out)
 
     expected = run()
-    with wide("strict"):
+    with wide():
         np.testing.assert_allclose(run(), expected, atol=1e-5)
 
 
@@ -142,9 +141,8 @@ ANSWERS: dict[str, Callable[[Decoder], Any]] = {
 @pytest.mark.parametrize("how", ANSWERS)
 def test_answers_are_those_of_32_bit_types(model: Decoder, how: str) -> None:
     expected = ANSWERS[how](model)
-    for promotion in PROMOTIONS:
-        with wide(promotion):
-            assert ANSWERS[how](model) == expected
+    with wide():
+        assert ANSWERS[how](model) == expected
 
 
 # -------------------------------------------------------------------------------------- sources
