@@ -118,6 +118,7 @@ ABOVE = (
     "cli/",
     "test_doctests.py",
 )
+KERNELS = "kernels/"
 
 
 # One minute for two workers, `-m core`: the arithmetic, a selector against numpy, the hook,
@@ -150,8 +151,13 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def _above(path: Path) -> bool:
+    return _inside(path).startswith(ABOVE)
+
+
+def _inside(path: Path) -> str:
+    """A path within this folder; that of a folder ends with a slash."""
     inside = path.relative_to(TESTS).as_posix()
-    return (inside + "/" if path.is_dir() else inside).startswith(ABOVE)
+    return inside + "/" if path.is_dir() else inside
 
 
 def _is_in(half: int, item: pytest.Item) -> bool:
@@ -162,9 +168,7 @@ def _is_in(half: int, item: pytest.Item) -> bool:
     if _above(item.path) or item.get_closest_marker("torch"):
         return half == 1
     return half == (
-        2
-        if inside.startswith("kernels/")
-        else 1 + zlib.crc32(_shared(item.nodeid).encode()) % 2
+        2 if inside.startswith(KERNELS) else 1 + zlib.crc32(_shared(item.nodeid).encode()) % 2
     )
 
 
@@ -198,17 +202,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With --quick or -m core, files that are left out as a whole are not imported, which saves
-    seconds.
+    """With --quick, --half or -m core, files that are left out as a whole are not imported, which
+    saves seconds.
     """
     if not collection_path.is_relative_to(TESTS):
         return None
-    other = collection_path.is_file() and not collection_path.relative_to(
-        TESTS
-    ).as_posix().startswith(CORE)
-    left_out = (config.getoption("--quick") and _above(collection_path)) or (
-        config.option.markexpr == "core" and other
-    )
+    inside = _inside(collection_path)
+    half = config.getoption("--half")
+    if _above(collection_path):
+        left_out = half == 2 or config.getoption("--quick")
+    elif inside.startswith(KERNELS):
+        left_out = half == 1
+    else:
+        left_out = False
+    if config.option.markexpr == "core" and collection_path.is_file():
+        left_out = left_out or not inside.startswith(CORE)
     return True if left_out else None
 
 
