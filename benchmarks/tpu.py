@@ -7,9 +7,10 @@
 Needs libtpu (`pip install "jax[tpu]"`), whose compiler runs on any CPU. For each chip, preset and
 program it prints, beside dense attention by hand, which is compiled in the same run:
 
-- MB: bytes that a run reads and writes, by XLA, which counts a loop once; the bytes of further
-  rounds are counted from the compiled program, unless their number depends on data, and those of
-  Pallas kernels from the jaxpr (`benchmarks/tpu_moves.py`).
+- MB: bytes of the main memory that a run reads and writes, counted from the compiled program,
+  and for Pallas kernels from the jaxpr (`benchmarks/tpu_moves.py`). XLA's own figure also has
+  what stays in the fast memory, and counts a loop once; here one counts once whose number of
+  rounds depends on data.
 - DMAs: slices that gathers read, each by a DMA of its own, and those of kernels.
 - us: derived, not measured: bytes at the chip's bandwidth, 30 ns more for each DMA, and a kernel
   at least as long as its bundles, which `--kernels` counts. What XLA's own fusions compute is
@@ -245,28 +246,16 @@ def cache_sized_copies(hlo: str, cache: Sequence[Any]) -> list[str]:
     return copies
 
 
-def loop_bytes(hlo: str) -> int:
-    """Bytes that loops with a known number of rounds move in all rounds but the first.
-
-    XLA's figure has each loop once. An array that a fusion only slices counts with the slices,
-    and one that it updates in place with the update; arrays in a TPU's fast memory count nothing.
-    """
-    program = Program(hlo)
-    return sum(
-        (rounds - 1) * program.bytes_of(body) * program.times(loop)
-        for loop, body, rounds in program.loops()
-    )
-
-
 class Program:
     """The instructions of a compiled program by computation."""
 
     def __init__(self, hlo: str) -> None:
         self.computations: dict[str, dict[str, re.Match[str]]] = {}
-        name = ""
+        self.entry = name = ""
         for line in hlo.splitlines():
             if header := COMPUTATION.match(line):
                 name = header["name"]
+                self.entry = name if line.startswith("ENTRY") else self.entry
                 self.computations[name] = {}
             elif match := INSTRUCTION.match(line):
                 self.computations[name][match["name"]] = match
@@ -293,47 +282,84 @@ class Program:
         ]
         return constants[0] if len(constants) == 1 else 1
 
-    def times(self, computation: str) -> int:
-        """How often a computation runs that is the body of loops, at least 1."""
-        return prod(rounds for _, body, rounds in self.loops() if body == computation)
+    def moved(self, computation: str | None = None) -> int:
+        """Bytes that a run of a computation reads from a TPU's main memory and writes to it.
 
-    def bytes_of(self, computation: str) -> int:
-        """Bytes that one run of a computation moves, without what it calls but for fusions."""
-        instructions = self.computations[computation]
+        A loop counts with its rounds, and of branches the one that moves most. An array that is
+        only sliced or gathered from counts with what is taken, and one that is updated in place
+        with the update. Arrays in the fast memory count nothing, nor do kernels.
+        """
+        computation = computation or self.entry
+        loops = {body: rounds for _, body, rounds in self.loops()}
         total = 0
-        for found in instructions.values():
-            if found["kind"] in NO_TRAFFIC:
-                continue
-            operands = [instructions[n] for n in operand_names(found) if n in instructions]
-            total += self._moved(found, operands)
+        for found in self.computations[computation].values():
+            if found["kind"] == "while":
+                (body,) = re.findall(r"body=%([\w.\-]+)", found["rest"])
+                total += loops[body] * self.moved(body)
+            elif found["kind"] == "conditional":
+                total += max(map(self.moved, branches_of(found)))
+            elif found["kind"] == "call":
+                total += sum(
+                    map(self.moved, re.findall(r"to_apply=%([\w.\-]+)", found["rest"]))
+                )
+            elif found["kind"] not in NO_TRAFFIC and "tpu_custom_call" not in found["rest"]:
+                total += self._moved_by(found, self.computations[computation])
         return total
 
-    def _moved(self, found: re.Match[str], operands: Sequence[re.Match[str]]) -> int:
+    def _moved_by(self, found: Instruction, beside: dict[str, Instruction]) -> int:
+        """Bytes that one instruction moves, whose operands are `beside` it."""
+        operands = [beside[name] for name in operand_names(found) if name in beside]
         called = re.search(r"calls=%([\w.\-]+)", found["rest"])
         inside = self.computations[called[1]] if found["kind"] == "fusion" and called else {}
         parameters = [i for i in inside.values() if i["kind"] == "parameter"]
         parameters.sort(key=lambda i: int(i["rest"].partition(")")[0]))
+        if found["kind"] in TAKES:
+            return size_of(found["shape"]) * (2 if size_of(operands[0]["shape"]) else 1)
+        if found["kind"] == "dynamic-update-slice":
+            update = size_of(operands[1]["shape"])
+            return update + (
+                any_size_of(operands[1]["shape"]) if size_of(found["shape"]) else 0
+            )
         if not parameters:
             return sum(size_of(a["shape"]) for a in (found, *operands))
+
         total = 0
-        updated = [i for i in inside.values() if i["kind"] == "dynamic-update-slice"]
         for operand, parameter in zip(operands, parameters, strict=False):
-            users = [i for i in inside.values() if parameter["name"] in operand_names(i)]
-            # A slice or an update reads its first operand only in part.
-            partly = all(operand_names(i)[0] == parameter["name"] for i in users)
-            kinds = {i["kind"] for i in users}
-            if partly and kinds == {"dynamic-slice"}:
-                part = sum(size_of(i["shape"]) for i in users)
-                total += part if size_of(operand["shape"]) else 0
-            elif not partly or "dynamic-update-slice" not in kinds:
-                total += size_of(operand["shape"])
+            total += read_by(operand, parameter, inside) if size_of(operand["shape"]) else 0
+        updated = [i for i in inside.values() if i["kind"] == "dynamic-update-slice"]
         if not updated:
             return total + size_of(found["shape"])
         updates = (inside.get(operand_names(i)[1]) for i in updated)
-        fast = size_of(found["shape"]) == 0
-        return total + (
-            0 if fast else sum(size_of(i["shape"]) for i in updates if i is not None)
-        )
+        written = sum(any_size_of(i["shape"]) for i in updates if i is not None)
+        return total + (written if size_of(found["shape"]) else 0)
+
+
+Instruction = re.Match[str]
+TAKES = {"slice", "dynamic-slice", "gather"}  # a part of their first operand
+
+
+def read_by(
+    operand: Instruction, parameter: Instruction, inside: dict[str, Instruction]
+) -> int:
+    """Bytes of `operand` that a fusion reads, which has it as `parameter`."""
+    users = [i for i in inside.values() if parameter["name"] in operand_names(i)]
+    while len(users) == 1 and users[0]["kind"] == "bitcast":
+        parameter = users[0]
+        users = [i for i in inside.values() if parameter["name"] in operand_names(i)]
+    first = all(operand_names(i)[0] == parameter["name"] for i in users)
+    kinds = {i["kind"] for i in users}
+    if first and kinds <= TAKES:
+        return sum(any_size_of(i["shape"]) for i in users)
+    if first and kinds <= TAKES | {"dynamic-update-slice"}:
+        return sum(any_size_of(i["shape"]) for i in users if i["kind"] in TAKES)
+    return size_of(operand["shape"])
+
+
+def branches_of(found: Instruction) -> list[str]:
+    """The computations of a conditional."""
+    if several := re.search(r"branch_computations=\{([^}]*)\}", found["rest"]):
+        return re.findall(r"%([\w.\-]+)", several[1])
+    return re.findall(r"(?:true|false)_computation=%([\w.\-]+)", found["rest"])
 
 
 NO_TRAFFIC = {
@@ -348,9 +374,14 @@ def operand_names(found: re.Match[str]) -> list[str]:
 
 def size_of(shape: str) -> int:
     """Bytes of a type, without its arrays in a TPU's fast memory."""
+    return any_size_of(shape, without="S(1)")
+
+
+def any_size_of(shape: str, without: str = "no such memory") -> int:
+    """Bytes of a type, in whatever memory."""
     total = 0
     for array in ARRAY.finditer(shape):
-        if "S(1)" not in (array["layout"] or "") and array["type"] in SIZES:
+        if without not in (array["layout"] or "") and array["type"] in SIZES:
             total += (
                 prod(map(int, filter(None, array["sizes"].split(",")))) * SIZES[array["type"]]
             )
@@ -386,7 +417,7 @@ def measure(
     faults = [f"copies {shape} {times} times" for shape, times in Counter(copies).items()]
     if temp > MOST_TEMP * whole:
         faults.append(f"takes {temp / whole:.0%} of the cache's bytes as temporary memory")
-    outside = int(compiled.cost_analysis()["bytes accessed"]) + loop_bytes(text)
+    outside = Program(text).moved()
     kernels = kernel_moves(jaxpr)
     dmas = gathered(text) + kernels.dmas
     us = derived_us(chip, outside, dmas, kernels, bundles_known(chip))

@@ -190,5 +190,5 @@ def _of_own_group(products: Array, own_group: Array, heads: int) -> Array:
             kept = jnp.where(own_group >= group, register, kept)
         return kept
     # The upper rows are those of groups 0 and 2, the lower ones of groups 1 and 3.
-    pairs = jnp.where(own_group < 2, *registers)
+    pairs = jnp.where(own_group < 2, registers[0], registers[1])
     return jnp.where((own_group & 1) == 0, pairs, pltpu.roll(pairs, heads, axis=0))

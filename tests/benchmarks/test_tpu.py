@@ -64,10 +64,50 @@ def test_copies_of_another_type_or_size_are_not_the_caches() -> None:
     assert tpu.cache_sized_copies(PROGRAM, cache) == []
 
 
-def test_further_rounds_of_a_loop_count_what_they_slice() -> None:
-    block = 8 * 64 * 128 * 2  # bytes: read in a slice, and written as the result
+def test_moved_bytes_are_those_of_main_memory_with_all_rounds() -> None:
+    whole = 8 * 4096 * 128 * 2
+    block = 8 * 64 * 128 * 2  # of a round, read by a slice and written as its result
     index = 4
-    assert tpu.loop_bytes(PROGRAM) == 9 * (2 * block + index)
+    small = whole + 8 * 128 * 2  # as if all of k were read for it
+    copies = whole + 2 * whole + 2 * whole  # `nearer` only reads, `turned` and `back`
+    assert tpu.Program(PROGRAM).moved() == small + copies + 10 * (2 * block + index)
+
+
+BRANCHES = """HloModule step
+
+%fused_gather (p0: bf16[8,4096,128], p1: s32[8,20]) -> bf16[160,128] {
+  %p0 = bf16[8,4096,128]{2,1,0} parameter(0)
+  %flat = bf16[32768,128]{1,0} bitcast(%p0)
+  %p1 = s32[8,20]{1,0} parameter(1)
+  ROOT %taken = bf16[160,128]{1,0} gather(%flat, %p1), slice_sizes={1,128}
+}
+
+%flush (a: bf16[8,4096,128]) -> bf16[8,4096,128] {
+  %a = bf16[8,4096,128]{2,1,0} parameter(0)
+  %new = bf16[8,256,128]{2,1,0:S(1)} constant({...})
+  %zero = s32[] constant(0)
+  ROOT %written = bf16[8,4096,128]{2,1,0} dynamic-update-slice(%a, %new, %zero, %zero, %zero)
+}
+
+%stay (b: bf16[8,4096,128]) -> bf16[8,4096,128] {
+  ROOT %b = bf16[8,4096,128]{2,1,0} parameter(0)
+}
+
+ENTRY %main (k: bf16[8,4096,128], at: s32[8,20]) -> bf16[160,128] {
+  %k = bf16[8,4096,128]{2,1,0} parameter(0)
+  %at = s32[8,20]{1,0:S(1)} parameter(1)
+  %which = s32[] parameter(2)
+  %kept = bf16[8,4096,128]{2,1,0} conditional(%which, %k, %k), branch_computations={%flush, %stay}
+  %scores = f32[8,4096]{1,0} custom-call(%kept), custom_call_target="tpu_custom_call"
+  ROOT %near = bf16[160,128]{1,0:S(1)} fusion(%kept, %at), kind=kCustom, calls=%fused_gather
+}
+"""
+
+
+def test_a_branch_a_gather_and_an_update_count_what_they_move() -> None:
+    update = 8 * 256 * 128 * 2
+    taken = 160 * 128 * 2
+    assert tpu.Program(BRANCHES).moved() == update + taken
 
 
 def test_a_run_replaces_rows_of_the_same_programs(tmp_path: Path) -> None:
