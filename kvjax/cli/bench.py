@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,7 +13,7 @@ from kvjax.cli.terminal import say, show, write_json
 
 def bench(
     kernels: Annotated[
-        bool, typer.Option("--kernels", help="The GPU kernels: all that this measures.")
+        bool, typer.Option("--kernels", help="The kernels: all that this measures.")
     ] = True,
     length: Annotated[
         str, typer.Option(help="Context length in tokens. Several: 32K,128K.")
@@ -27,7 +27,7 @@ def bench(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Checks the GPU kernels against plain JAX and times them, alone and in decode steps.
+    """Checks a GPU's or TPU's kernels against plain JAX and times them, alone and in steps.
 
     The sizes are those of a layer of Llama-3.1-8B in bfloat16. Columns: microseconds on the
     device with kernels and in plain JAX; the rate of the bytes that are read at least; the
@@ -47,26 +47,45 @@ def bench(
         raise ValueError(
             f"--target must be one of {', '.join(simt.ARCHITECTURES)}; got {target}"
         )
-    if jax.default_backend() != "gpu":
+    backend = jax.default_backend()
+    if backend not in ("gpu", "tpu"):
         raise ValueError(
-            f"bench checks and times GPU kernels, which run on an NVIDIA GPU, and this process runs on "
-            f"{jax.default_backend()}; kvjax compare times methods on any device"
+            f"bench checks and times kernels, which run on an NVIDIA GPU or a TPU, and this process runs on "
+            f"{backend}; kvjax compare times methods on any device"
         )
-    if why := simt.why_not():
+    if backend == "gpu" and (why := simt.why_not()):
         raise ValueError(f"no kernel can run here: {why}")
-    form, card = target and simt.stands_for(target), simt.target()
+    if backend == "tpu" and target is not None:
+        raise ValueError(
+            "--target takes forms of GPUs, and this process runs on a TPU; omit it"
+        )
+    form = target and simt.stands_for(target)
+    card, name = _card(backend)
     for size in lengths:
         for rows in batches:
             table = Table(
-                title=f"{card.kind}, compute capability {card.capability}: {size} tokens x {rows}",
+                title=f"{name}: {size} tokens x {rows}",
                 caption="microseconds of a layer, on the device",
             )
-            for name in TITLES:
-                table.add_column(name)
+            for title in TITLES:
+                table.add_column(title)
             for row in measure(size, rows, target=form or None):
                 say(f"{row['what']}: {row.get('us', row.get('failed'))}")
                 table.add_row(*columns(row))
                 if as_json:
-                    write_json({**provenance(), "card": asdict(card), **row})
+                    write_json({**provenance(), "card": card, **row})
             if not as_json:
                 show(table)
+
+
+def _card(backend: str) -> tuple[dict[str, Any], str]:
+    """Returns the fields that describe this process's GPU or TPU, and its name in a title."""
+    import jax
+
+    from kvjax.kernels_pallas import simt
+
+    if backend == "tpu":
+        kind = jax.devices()[0].device_kind
+        return {"kind": kind}, kind
+    card = simt.target()
+    return asdict(card), f"{card.kind}, compute capability {card.capability}"

@@ -1,5 +1,5 @@
-"""Checks the kernels on this process's GPU against their references, and times them, alone and
-in whole steps.
+"""Checks the kernels on this process's GPU or TPU against their references, and times them,
+alone and in whole steps.
 
 A row of results is plain JSON. `error` is the share of selected tokens that differ from those
 of plain JAX, or the difference of outputs over their norm where nothing is selected.
@@ -25,6 +25,7 @@ import kvjax
 from kvjax import CacheSpec, ops, presets
 from kvjax.kernels_pallas import simt
 from kvjax.numerics.partial import Logits
+from kvjax.numerics.quant import quantize_1bit
 
 BUDGET, LAYERS = (
     2048,
@@ -76,6 +77,11 @@ def works(length: int, batch: int) -> dict[str, Work]:
             high,
         )
 
+    def score_1bit() -> tuple[Any, Any]:
+        keys = normal(7, batch, spec.kv_heads, length, D, dtype=spec.dtype)
+        q = normal(8, batch, spec.kv_heads, G, D, dtype=spec.dtype)
+        return partial(ops.score_1bit, logits=Logits(D**-0.5)), (q, quantize_1bit(keys, 32))
+
     def step(policy: Any) -> tuple[Any, Any]:
         def run(cache: Any, q: Any, k: Any, v: Any) -> Any:
             layers, outs = [], []  # an output that nobody reads is not computed
@@ -115,11 +121,16 @@ def works(length: int, batch: int) -> dict[str, Work]:
         "pariskv": presets.pariskv(**chosen),
         "logquant": presets.logquant(),
     }
+    on_tpu = jax.default_backend() == "tpu"
+    if on_tpu:  # which reads pages of a cache faster than tokens
+        policies["fier:page=32"] = presets.fier(page=32, **chosen)
     found = {
         "top_k": Work(top_k, 4 * rows * length),
         "top_k_grouped": Work(top_k_grouped, 4 * G * rows * length),
         "score_pages": Work(score_pages, 4 * D * rows * length // 16),
     }
+    if on_tpu:
+        found["score_1bit"] = Work(score_1bit, (D // 8 + 4 * D // 32 + 4 * G) * rows * length)
     pair = 4 * D * rows * length
     for name, policy in policies.items():
         found[f"step {name}"] = Work(
@@ -159,13 +170,14 @@ def measure(
     With `target`, the kernels take the form and block sizes that they have on that card. A row
     that fails has its `failed` instead of numbers, and the next one is measured.
     """
-    form = target or simt.target()
+    card: dict[str, Any] = {}
+    if jax.default_backend() != "tpu":
+        form = target or simt.target()
+        card = {"form": form.capability, "clusters": form.clusters}
     for name, work in works(length, batch).items():
         if only is not None and name not in only:
             continue
-        row: dict[str, Any] = {
-            "what": name, "length": length, "batch": batch, "form": form.capability, "clusters": form.clusters,
-        }  # fmt: skip
+        row: dict[str, Any] = {"what": name, "length": length, "batch": batch, **card}
         try:
             row |= _measured(work, target, calls, reference)
         except (
@@ -265,8 +277,11 @@ def kernel_times(call: Callable[[], Any], calls: int) -> dict[str, list[float]]:
                 jax.block_until_ready(call())
         for file in Path(folder).rglob("*.xplane.pb"):
             for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
-                for line in plane.lines if "GPU" in plane.name else ():
-                    for event in line.events if "Stream" in line.name else ():
+                for line in plane.lines:
+                    # A GPU tells its kernels, and a TPU whole programs.
+                    of_gpu = "GPU" in plane.name and "Stream" in line.name
+                    of_tpu = "TPU" in plane.name and line.name == "XLA Modules"
+                    for event in line.events if of_gpu or of_tpu else ():
                         found.setdefault(event.name, []).append(event.duration_ns / 1e3)
     if not found:
         for _ in range(calls):

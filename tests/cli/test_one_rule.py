@@ -162,6 +162,6 @@ def test_bench_says_what_it_does_where_there_is_no_gpu(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["bench"]) == 2
-    assert "bench checks and times GPU kernels, which run on an NVIDIA GPU" in (
+    assert "bench checks and times kernels, which run on an NVIDIA GPU or a TPU" in (
         capsys.readouterr().err
     )

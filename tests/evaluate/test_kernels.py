@@ -31,6 +31,17 @@ def test_a_row_has_times_and_what_differs_from_the_reference(small):
         json.dumps(row, allow_nan=False)
 
 
+def test_a_row_of_a_tpu_has_scores_and_steps_by_pages(small, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    names = ["score_1bit", "step fier:page=32"]
+    rows = list(kernels.measure(512, 1, only=names, calls=1))
+    assert {row["what"] for row in rows} == set(names)
+    for row in rows:
+        assert row["us"] > 0, row
+        assert row["error"] == 0, row
+        assert "form" not in row, "a TPU has no compute capability"
+
+
 def test_a_kernel_that_fails_hides_no_other(small, monkeypatch):
     def fails(*args, **options):
         raise NotImplementedError("not here")
@@ -76,10 +87,21 @@ def test_bench_prints_a_table_and_json_to_send(small, monkeypatch):
     assert asked == [(512, 1, None), (512, 1, "8.9")]
 
 
+def test_bench_on_a_tpu_names_it(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    row = {"what": "step fier", "us": 12.5, "error": 0.0, "kernels": {}}
+    monkeypatch.setattr(kernels, "measure", lambda length, batch, *, target: [row])
+    found = json.loads(kvjax("--length", "512", "--json").stdout)
+    assert found["card"] == {"kind": jax.devices()[0].device_kind}
+    assert found["us"] == 12.5
+    refused = kvjax("--length", "512", "--target", "8.9")
+    assert "--target takes forms of GPUs" in str(refused.exception)
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ([], "kernels, which run on an NVIDIA GPU, and this process runs on cpu"),
+        ([], "kernels, which run on an NVIDIA GPU or a TPU, and this process runs on cpu"),
         (["--target", "7.0"], "--target must be one of 8.0"),
     ],
 )
