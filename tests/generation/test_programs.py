@@ -63,15 +63,17 @@ def words(rng, *lengths):
 
 
 @pytest.mark.parametrize(
-    "policy",
+    ("policy", "most"),
     [
-        pytest.param(kvjax.Full(), marks=pytest.mark.thorough),
-        kvjax.presets.parse("fier:budget=24,dense_layers=1"),
-        pytest.param(kvjax.presets.kivi(), marks=pytest.mark.thorough),
+        pytest.param(kvjax.Full(), 4, marks=pytest.mark.thorough),
+        (kvjax.presets.parse("fier:budget=24,dense_layers=1"), 4),
+        # Codes have chunks of both sizes with room for the prompt too; to make it and to settle
+        # takes two more.
+        pytest.param(kvjax.presets.kivi(), 8, marks=pytest.mark.thorough),
     ],
     ids=["full", "fier", "kivi"],
 )
-def test_a_session_compiles_at_most_four_programs(model, policy, monkeypatch):
+def test_a_session_compiles_few_programs(model, policy, most, monkeypatch):
     monkeypatch.setattr(prefilling, "CPU_CHUNKS", SMALL)
     jax.clear_caches()
     rng = np.random.default_rng(0)
@@ -102,7 +104,7 @@ def test_a_session_compiles_at_most_four_programs(model, policy, monkeypatch):
             for turn in (5, 40, 90):  # a chat
                 done = kvjax.generate(model, done.cache, words(rng, turn), max_new_tokens=3)
     session = {name: n for name, n in seen.items() if name not in made}
-    assert sum(session.values()) <= 4, session
+    assert sum(session.values()) <= most, session
 
     with compiled() as seen:
         logits, one = kvjax.generation.prefill(model, spare, words(rng, 77))
