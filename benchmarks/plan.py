@@ -202,12 +202,6 @@ def _hosts() -> Iterator[Cell]:
         yield Cell("hosts", f"host_steps {method}", f"{steps} --methods {method}", small, 240)
     grown = "--shape qwen --lengths 262144,786432 --hot 0 --correlations 0 --layers 2"
     yield Cell("hosts", "host_steps growth", f"{steps} {grown}", f"{small} --hot 0", 240)
-    for case in ("1x131072", "8x32768", "48x32768"):
-        command = f"hot_set.py --cases {case} --out {{out}}/hot_set.json"
-        yield Cell(
-            "hosts", f"hot_set {case}", command, "--quick --cases 1x512 --tokens 256 --select 100 --hits 90 --calls 2",
-            240,
-        )  # fmt: skip
     for what in ("host_rows", "host_append", "footprint"):
         yield Cell(
             "hosts", f"host_rows {what}", f"host_rows.py {what} --out {{out}}", "--quick", 300
@@ -424,6 +418,3 @@ def _checkpoint() -> Iterator[Cell]:
         480,
         resumes=True,
     )
-    command = "rounding.py {checkpoint} --text {text} --out {out}/rounding.json"
-    few = "--rows 2 --length 32 --steps 4 --budget 64 --methods 'full fier'"
-    yield Cell("checkpoint", "rounding", command, few, 480)
