@@ -291,14 +291,18 @@ def decode_info(
 
 def _attend_prompt(cache: MaybeCache, call: Call) -> tuple[Array, MaybeCache, None]:
     """Attends a chunk of a prompt, and stores the first `count` tokens of each row."""
-    q, k, v, step = call.q, call.k, call.v, call.step
+    q = call.q
+    k = call.k
+    v = call.v
+    step = call.step
     own_k, own_v = without_padding(k, v, call.count) if call.padded else (k, v)
     if cache is None:
         out = attend_chunk(q, own_k, own_v, step.sinks, logits=step.logits, window=step.window)
         return out, cache, None
 
     queries = group(q, k.shape[2])
-    k, v = _heads_first(k), _heads_first(v)
+    k = _heads_first(k)
+    v = _heads_first(v)
     over = context_axis()
     if over is not None and not splits_queries(q.shape[1], over[1], step.window):
         over = None
@@ -307,7 +311,8 @@ def _attend_prompt(cache: MaybeCache, call: Call) -> tuple[Array, MaybeCache, No
     elif call.first_chunk and over is not None and step.sinks is None:
         out = attend_chunk_in_parts(q, own_k, own_v, *over, logits=step.logits)
     else:
-        own_k, own_v = _heads_first(own_k), _heads_first(own_v)
+        own_k = _heads_first(own_k)
+        own_v = _heads_first(own_v)
         own = None
         if over is not None:
             own = attend_own_in_parts(queries, own_k, own_v, *over, logits=step.logits)
@@ -335,8 +340,10 @@ def _attend_prompt(cache: MaybeCache, call: Call) -> tuple[Array, MaybeCache, No
 
 def _attend_step(cache: LayerCache, call: Call) -> Attended:
     """One decode step of the rows whose `count` is 1: flush, store, attend."""
-    q, active = call.q, call.count > 0
-    k, v = _heads_first(call.k), _heads_first(call.v)
+    q = call.q
+    active = call.count > 0
+    k = _heads_first(call.k)
+    v = _heads_first(call.v)
     if call.flush:
         cache = flush_full(cache, active)
     state = cache.policy.update(cache.state, k, v, active)
@@ -348,7 +355,8 @@ def _attend_step(cache: LayerCache, call: Call) -> Attended:
 
 def _attend_steps(cache: LayerCache, call: Call) -> Attended:
     """T decode steps, of which each row takes its first `count`: together if the policy can."""
-    policy, count = cache.policy, call.count
+    policy = cache.policy
+    count = call.count
     if not (policy.takes_steps or call.step.exact):
         return _one_by_one(cache, call)
     if call.q.shape[1] == 1:  # a loop over one step would add kernels
@@ -387,7 +395,8 @@ def _attend_steps(cache: LayerCache, call: Call) -> Attended:
 
 def _together(cache: LayerCache, call: Call) -> Attended:
     """All steps in one pass over the cache."""
-    k, v = _heads_first(call.k), _heads_first(call.v)
+    k = _heads_first(call.k)
+    v = _heads_first(call.v)
     queries = group(call.q, call.k.shape[2])
     state = cache.policy.store_steps(cache.state, k, v, call.count)
     # From the counts after the steps, which change in place: XLA would copy those before.

@@ -137,7 +137,8 @@ def _run_on_parts(
 
     placement = placement_of(cache)
     state = specs_of(cache)
-    tokens, heads = placement.spec("BTN"), placement.spec(by_head)
+    tokens = placement.spec("BTN")
+    heads = placement.spec(by_head)
     out, new_state, found = run_on_parts(
         placement,
         local,
@@ -194,7 +195,8 @@ def checked_step(
     """
     if isinstance(v, LayerCache):
         raise ValueError(f"{verb} takes the cache first: kvjax.{verb}(cache, q, k, v)")
-    spec, cure = None, ""
+    spec = None
+    cure = ""
     if isinstance(cache, LayerCache):
         check_alive(verb, cache)
         spec = cache.spec
@@ -206,7 +208,8 @@ def checked_step(
     else:
         check_no_cache(verb, cache)
     sizes = check_dims("q BTND, k BTKD, v BTKE", spec, cure, q=q, k=k, v=v)
-    N, K = sizes["N"], sizes["K"]
+    N = sizes["N"]
+    K = sizes["K"]
     if 0 in sizes.values():
         letter = next(letter for letter, size in sizes.items() if not size)
         words = {

@@ -245,7 +245,8 @@ class Clock:
     @property
     def seconds(self) -> float:
         """Wall time so far; what JAX reports inside of another report counts once."""
-        total, end = 0.0, float("-inf")
+        total = 0.0
+        end = float("-inf")
         for first, last in sorted(self._spans):
             total += max(0.0, last - max(first, end))
             end = max(end, last)

@@ -122,7 +122,8 @@ def shapes(make: Callable[[], Any]) -> Any:
 
     `make` is traced, not run: nothing is allocated.
     """
-    traced, device = jax.jit(make).trace(), _default_device()
+    traced = jax.jit(make).trace()
+    device = _default_device()
 
     def shape(aval: Any) -> jax.ShapeDtypeStruct:
         kind = "pinned_host" if aval.memory_space == jax.memory.Space.Host else None

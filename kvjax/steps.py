@@ -132,7 +132,8 @@ def attend(
 
 
 def _update(cache: LayerCache, tokens: Tokens) -> tuple[None, LayerCache, None]:
-    k, v = jnp.swapaxes(tokens.k, 1, 2), jnp.swapaxes(tokens.v, 1, 2)
+    k = jnp.swapaxes(tokens.k, 1, 2)
+    v = jnp.swapaxes(tokens.v, 1, 2)
     active = tokens.count > 0
     if tokens.flush:
         cache = flush_full(cache, active)

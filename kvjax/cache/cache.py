@@ -360,7 +360,8 @@ def check_rotation(
     Does nothing for a model whose RoPE does not depend on the length, or under jit.
     """
     for row in outgrown(cache, total):
-        most, needed = on_host(cache.rotated_for)[row], on_host(total)[row]
+        most = on_host(cache.rotated_for)[row]
+        needed = on_host(total)[row]
         raise error(
             f"row {row} holds keys that are rotated for a text of at most {most} tokens, because this model's "
             f"RoPE depends on the length of the text; {needed} tokens need other keys: read the whole text again "
@@ -402,7 +403,8 @@ def check_no_cache(verb: str, cache: Any) -> None:
             "returned layers into dataclasses.replace(cache, layers=(...))"
         )
     if cache is not None or verb != "attention":
-        wanted, cure = "a kvjax.LayerCache", "kvjax.init_layer makes one"
+        wanted = "a kvjax.LayerCache"
+        cure = "kvjax.init_layer makes one"
         if verb == "attention":
             wanted += " or None"
         elif callable(cache):
@@ -459,7 +461,8 @@ def specs_of(cache: LayerCache) -> Any:
 def part_of(cache: LayerCache, state: Any) -> LayerCache:
     """The cache of one device, whose part of the state is `state`."""
     placement = placement_of(cache)
-    policy, spec = placement.policy_of_part(cache.policy), placement.local(cache.spec)
+    policy = placement.policy_of_part(cache.policy)
+    spec = placement.local(cache.spec)
     state = placement.enter(cache.policy, cache.spec, state)
     return dataclasses.replace(cache, state=state, policy=policy, spec=spec, placement=None)
 
@@ -535,7 +538,8 @@ def _contents(cache: Cache | LayerCache) -> str:
     """Rows, length and bytes for a repr. Leaves may be arrays, tracers, shapes, or whatever
     tree.map returned.
     """
-    leaves, spec = jax.tree.leaves(cache), cache.spec
+    leaves = jax.tree.leaves(cache)
+    spec = cache.spec
     rows = f"{spec.batch} row{'s' if spec.batch > 1 else ''}"
     if not all(hasattr(leaf, "dtype") and hasattr(leaf, "shape") for leaf in leaves):
         return f"{rows}, capacity {spec.capacity}, leaves are not arrays"

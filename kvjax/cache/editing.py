@@ -97,9 +97,11 @@ def truncate(cache: C, lengths: ArrayLike) -> C:
         not known, such a row stays as it is and `raise_on_overflow` reports it.
     """
     check_cache("truncate", cache)
-    target, layers = _target_lengths("truncate", cache, lengths), layers_of(cache)
+    target = _target_lengths("truncate", cache, lengths)
+    layers = layers_of(cache)
     if not isinstance(lengths, Tracer) and not isinstance(layers[0].length, Tracer):
-        known, length = np.asarray(target), on_host(layers[0].length)
+        known = np.asarray(target)
+        length = on_host(layers[0].length)
         for row in np.flatnonzero((known < 0) | (known > length)):
             raise ValueError(
                 f"truncate of row {row} to {known[row]} tokens: it holds {length[row]}; use 0 to {length[row]}"
@@ -126,6 +128,17 @@ def insert(cache: C, prefix: C, row: int | Array) -> C:
             f"{type(prefix).__name__}; kvjax.init makes a Cache of a model, kvjax.init_layer a LayerCache"
         )
     prefix = _with_policies_of(cache, prefix)
+    _check_prefix(cache, prefix)
+    _check_row(cache, row)
+    if layers_of(cache)[0].placement is not None:
+        return _insert_on_parts(cache, prefix, row)
+    if isinstance(row, Tracer):
+        return _insert_if_in_range(cache, prefix, row)
+    return _insert(cache, prefix, row)
+
+
+def _check_prefix(cache: Any, prefix: Any) -> None:
+    """Raises ValueError unless `prefix` can be a row of `cache`."""
     if _kinds(cache) != _kinds(prefix):
         raise ValueError(
             "insert needs a prefix of the same layers, policies, capacity and dtype; "
@@ -136,6 +149,19 @@ def insert(cache: C, prefix: C, row: int | Array) -> C:
         raise ValueError(
             f"insert takes one row: the prefix must have batch 1, got {prefix.spec.batch}"
         )
+    placement = layers_of(cache)[0].placement
+    given = layers_of(prefix)[0].placement
+    if placement is None or given is None:
+        return
+    if list(given.mesh.devices.flat) != list(placement.mesh.devices.flat):
+        raise ValueError(
+            f"insert got a cache of {placement} and a prefix of {given}, over other devices; make the prefix with the "
+            "placement of the cache without its batch: dataclasses.replace(cache.placement, batch=None)"
+        )
+
+
+def _check_row(cache: Any, row: int | Array) -> None:
+    """Raises ValueError unless `row` is the number of a row of `cache`, with tokens of its own."""
     check_array("insert(row=...)", row, "an integer", "0")
     if np.shape(row) != () or not jnp.issubdtype(jnp.result_type(row), jnp.integer):
         raise ValueError(
@@ -145,27 +171,12 @@ def insert(cache: C, prefix: C, row: int | Array) -> C:
         raise ValueError(
             f"insert got row={row}; the cache has rows 0 to {cache.spec.batch - 1}"
         )
-    if any(
-        map(
-            is_shared,
-            jax.tree.leaves([layer.state for layer in layers_of(cache)], is_leaf=is_shared),
-        )
-    ):
+    states = [layer.state for layer in layers_of(cache)]
+    if any(map(is_shared, jax.tree.leaves(states, is_leaf=is_shared))):
         raise ValueError(
             "insert takes rows of their own, and the rows of this cache share prefixes; use "
             "kvjax.serve.prefixes.assign_slot, which also says which prefix the row has"
         )
-    own, given = layers_of(cache)[0].placement, layers_of(prefix)[0].placement
-    if own is not None:
-        if given is not None and list(given.mesh.devices.flat) != list(own.mesh.devices.flat):
-            raise ValueError(
-                f"insert got a cache of {own} and a prefix of {given}, over other devices; make the prefix with the "
-                "placement of the cache without its batch: dataclasses.replace(cache.placement, batch=None)"
-            )
-        return _insert_on_parts(cache, prefix, row)
-    if isinstance(row, Tracer):
-        return _insert_if_in_range(cache, prefix, row)
-    return _insert(cache, prefix, row)
 
 
 def take_rows(cache: C, rows: ArrayLike) -> C:
@@ -253,7 +264,8 @@ def _with_rotation(cache: Any, lengths: Array) -> Any:
 def _check_reach(target: np.ndarray, earliest: Array, length: Array) -> None:
     if isinstance(earliest, Tracer) or isinstance(length, Tracer):
         return
-    first, last = np.asarray(earliest), np.asarray(length)
+    first = np.asarray(earliest)
+    last = np.asarray(length)
     for row in np.flatnonzero((target < first) | (target > last)):
         raise ValueError(
             f"rollback of row {row} to {target[row]} tokens: it holds {last[row]}, and can go back to {first[row]}, "
@@ -302,7 +314,8 @@ def _insert_on_parts(cache: Any, prefix: Any, row: Array) -> Any:
     """Each device has the prefix's row for its own heads; the devices that hold the row of the
     cache write it.
     """
-    layers, ones = layers_of(cache), layers_of(prefix)
+    layers = layers_of(cache)
+    ones = layers_of(prefix)
     placement = placement_of(layers[0])
     whole = [specs_of(layer) for layer in layers]
     row_placement = dataclasses.replace(placement, batch=None)
@@ -331,7 +344,9 @@ def _insert_on_parts(cache: Any, prefix: Any, row: Array) -> Any:
 @partial(jax.jit, inline=True)
 def _take_rows(cache: Any, rows: Array) -> Any:
     layers = layers_of(cache)
-    olds, n, placement = [layer.state for layer in layers], rows.shape[0], layers[0].placement
+    olds = [layer.state for layer in layers]
+    n = rows.shape[0]
+    placement = layers[0].placement
     taken = [
         dataclasses.replace(layer, spec=dataclasses.replace(layer.spec, batch=n))
         for layer in layers

@@ -519,7 +519,8 @@ def _quiet() -> Iterator[None]:
     closed, or are dropped before their end; each prints a traceback that cannot be caught
     otherwise.
     """
-    logger, hook = logging.getLogger("absl"), sys.unraisablehook
+    logger = logging.getLogger("absl")
+    hook = sys.unraisablehook
     level = logger.level
 
     def drop_orbax_errors(unraisable: Any) -> None:

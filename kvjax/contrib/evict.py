@@ -81,7 +81,8 @@ def evict(
     """
     require_int("evict(budget=...)", budget, at_least=1)
     check_one_of("evict", RULES, rule=rule)
-    evictor, rope = RULES[rule], plain_rope("evict", rope_theta)
+    evictor = RULES[rule]
+    rope = plain_rope("evict", rope_theta)
     if rope is None and (close_up or hasattr(evictor, "rope")):
         raise ValueError(
             f"evict(rule={rule!r}, close_up={close_up}) must know the model's RoPE; set rope_theta"

@@ -96,7 +96,8 @@ class QSA(Indexer):
     ) -> Selection:
         products = jnp.einsum("bhe,bne->bhn", q, keys.astype(jnp.float32), precision="highest")
         scores = jnp.sum(jnp.maximum(products, 0) * weights[..., None], axis=1)
-        whole, n = length // self.block, keys.shape[1]
+        whole = length // self.block
+        n = keys.shape[1]
         complete = jnp.arange(n, dtype=jnp.int32)[None] < whole[:, None]
         best = ops.top_k(scores[:, None], complete[:, None], min(self.top, n))
         rank = (jnp.arange(best.slots.shape[-1] + 1, dtype=jnp.int32) < best.slots.shape[-1])[
@@ -197,7 +198,8 @@ class Indexed(Policy):
         )
 
     def init(self, spec: CacheSpec) -> IndexedState:
-        one, n = self.indexer, self.indexer.pooled
+        one = self.indexer
+        n = self.indexer.pooled
         return IndexedState(
             Full().init(spec),
             jnp.zeros((spec.batch, 1, -(-spec.capacity // n), one.size), spec.dtype),
@@ -210,14 +212,17 @@ class Indexed(Policy):
         """`st` with the index of the first `count` i32[B] tokens, which come next, and the last
         one's query.
         """
-        one, n, (B, T, _) = self.indexer, self.indexer.pooled, index.k.shape
+        one = self.indexer
+        n = self.indexer.pooled
+        B, T, _ = index.k.shape
         wanted = (B, T, one.heads, one.size)
         if index.q.shape != wanted or index.k.shape[2] != one.size:
             raise ValueError(
                 f"{one} takes index queries {list(wanted)} and keys {[B, T, one.size]}; got q{list(index.q.shape)}, "
                 f"k{list(index.k.shape)}"
             )
-        left, k = st.length % n, index.k.astype(st.keys.dtype)
+        left = st.length % n
+        k = index.k.astype(st.keys.dtype)
         place = jnp.arange((n - 1 + T) // n * n + n - 1, dtype=jnp.int32)[None]
         source = jnp.where(place < left[:, None], place, n - 1 + place - left[:, None])
 
@@ -225,7 +230,8 @@ class Indexed(Policy):
             return take_rows(jnp.concatenate([st.tail, k], axis=1)[:, None], at)[:, 0]
 
         blocks = (left + count) // n
-        first, whole = st.length // n, source[:, : (n - 1 + T) // n * n]
+        first = st.length // n
+        whole = source[:, : (n - 1 + T) // n * n]
         pooled = jnp.mean(
             line(whole).astype(jnp.float32).reshape(B, -1, n, one.size), axis=2
         ).astype(st.keys.dtype)
@@ -252,7 +258,8 @@ class Indexed(Policy):
             weights.astype(jnp.float32), newest[:, None, None], axis=1
         )[:, 0]
         asks = (count > 0)[:, None]
-        q, weights = jnp.where(asks[..., None], q, st.q), jnp.where(asks, weights, st.weights)
+        q = jnp.where(asks[..., None], q, st.q)
+        weights = jnp.where(asks, weights, st.weights)
         return replace(st, keys=keys, tail=tail, q=q, weights=weights)
 
     def prefill(self, st: IndexedState, k: Array, v: Array, lengths: Array) -> IndexedState:
@@ -274,7 +281,9 @@ class Indexed(Policy):
             raise ValueError(
                 f"{self.indexer} selects among all tokens; window={step.window} is for other layers"
             )
-        tokens, size, K = st.full.tokens, self.indexer.block, q.shape[1]
+        tokens = st.full.tokens
+        size = self.indexer.block
+        K = q.shape[1]
         chosen = self.indexer.blocks(st.keys[:, 0], st.q, st.weights, st.length, K)
         slots = (
             chosen.slots[..., None] * size

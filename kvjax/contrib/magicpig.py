@@ -170,7 +170,9 @@ class SimHash:
             )
 
     def init(self, spec: CacheSpec, slots: int) -> HashIndex:
-        B, K, D = spec.batch, spec.kv_heads, spec.head_dim
+        B = spec.batch
+        K = spec.kv_heads
+        D = spec.head_dim
         return HashIndex(
             jnp.zeros(
                 (B, K, slots // self.tile, self.bits * self._words, self.tile), jnp.uint32
@@ -191,7 +193,9 @@ class SimHash:
         k = lax.stop_gradient(k).astype(jnp.float32)
         total, centres = self._add(ix, k, at, count)
         if stripes is not None:
-            k, at, count = stripes.own(k), at // stripes.parts, count // stripes.parts
+            k = stripes.own(k)
+            at = at // stripes.parts
+            count = count // stripes.parts
         B, K, T, _ = k.shape
         place = at[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
         if stripes is not None:
@@ -217,7 +221,8 @@ class SimHash:
         """bool[B, K, G, S]: whether a query, q [B, K, G, D], has the hash of a key in at least
         `least` tables.
         """
-        (B, K, G, _), W = q.shape, self._words
+        B, K, G, _ = q.shape
+        W = self._words
         query = self._hash(q.astype(jnp.float32)).reshape(B, K, G, 1, self.bits, W, 1)
         words = ix.words.reshape(B, K, -1, self.bits, W, self.tile)
         tables = np.full((1, 1, 1, W, 1), 2**WORD - 1, np.uint32)
@@ -258,7 +263,8 @@ class SimHash:
         probability `alike`.
         """
         x = jnp.clip(alike**self.bits, 1e-30, 1 - 1e-6)
-        L, n = self.tables, self.least
+        L = self.tables
+        n = self.least
 
         def terms(counts: range) -> Array:
             logs = [
@@ -292,7 +298,8 @@ class SimHash:
         sums = jnp.moveaxis(
             sum_pairs(k.reshape(B, K, -1, self.learn, D)).reshape(B, K, -1, D), 2, 0
         )
-        first, blocks = at // self.learn, count // self.learn
+        first = at // self.learn
+        blocks = count // self.learn
 
         def add(total: Array, block: tuple[Array, Array]) -> tuple[Array, Array]:
             i, keys = block
@@ -319,7 +326,9 @@ class SimHash:
         """f32 of `shape` [B, K, ..., D]: the centre of each key, whose places are i32[B, K or
         1, ...].
         """
-        B, K, D = shape[0], shape[1], shape[-1]
+        B = shape[0]
+        K = shape[1]
+        D = shape[-1]
         level = jnp.minimum(31 - lax.clz(jnp.maximum(place // self.learn, 1)), CENTRES - 1)
         level = level.reshape(B, place.shape[1], -1, 1)
         return jnp.take_along_axis(
@@ -427,7 +436,8 @@ class Sampled(Zoned):
         if step.selection is not None:
             sample = unpack(step.selection)
         history, log_weights = self._estimate(st, q, sample, share, step.logits)
-        recent, none = seen.recent, jnp.zeros((*q.shape[:2], 1, 128), jnp.int32)
+        recent = seen.recent
+        none = jnp.zeros((*q.shape[:2], 1, 128), jnp.int32)
         zones = Selection(none, none > 0), recent, seen.sink, recent.k.shape[2]
         exact = ops.attend_zones(q, recent.k, recent.v, *zones, logits=step.logits, part=True)
         out = merge_sinks(merge(history, exact), step.sinks).out.astype(q.dtype)
@@ -517,7 +527,8 @@ class Sampled(Zoned):
     ) -> tuple[PartialAttention, Array]:
         """`_estimate` from the keys and values [B, K, G M, D] of a sample."""
         B, K, G, D = q.shape
-        M, valid = sample.slots.shape[3], sample.valid
+        M = sample.slots.shape[3]
+        valid = sample.valid
         k, v = (a.reshape(B, K, G, M, D) for a in (k, v))
         log_weights = (
             -self.hashing.log_probability(st.index, q, k, sample.slots) - share[..., None]
@@ -562,7 +573,8 @@ class Sampled(Zoned):
         return Info(attended, sample, positions=positions, log_weights=log_weights)
 
     def over_context(self, axis: Axis, parts: int) -> StripedSampled:
-        part, tile = super().over_context(axis, parts), self.hashing.tile
+        part = super().over_context(axis, parts)
+        tile = self.hashing.tile
         if part.store.stripes.tokens % tile:
             raise ValueError(
                 f"Placement(context={axis!r}) gives each of {parts} devices {part.store.stripes.tokens} tokens of a "
@@ -591,7 +603,8 @@ class StripedSampled(Sampled):
         return replace(Zoned.append(self, st, k, v, count), index=index)
 
     def sample(self, st: ZonedState, q: Array, seen: Visible) -> tuple[Selection, Array]:
-        stripes, own = self.store.stripes, self._hashed(st)
+        stripes = self.store.stripes
+        own = self._hashed(st)
         place = stripes.place(jnp.arange(own, dtype=jnp.int32))
         taken = self._collide(st, q, seen, place)
         best = ops.top_k(

@@ -215,7 +215,9 @@ class Mixed(Evicting):
         """Stores the tokens that a prompt has made unimportant: whole chunks of pending and
         leaving ones, in order.
         """
-        slots, pending_count, W = st.tokens.slots, st.pending.count, self.chunk
+        slots = st.tokens.slots
+        pending_count = st.pending.count
+        W = self.chunk
         total = jnp.maximum(st.length - slots, 0) - st.low.count  # pending and leaving tokens
         k, v = (
             jnp.concatenate([a, b], axis=2)

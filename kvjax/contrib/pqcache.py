@@ -142,7 +142,9 @@ class ProductCodes(Selector):
             )
 
     def init(self, spec: CacheSpec, slots: int) -> ProductIndex:
-        B, K, D = spec.batch, spec.kv_heads, spec.head_dim
+        B = spec.batch
+        K = spec.kv_heads
+        D = spec.head_dim
         codes = jnp.zeros((B, K, slots, self.parts), jnp.uint8)
         return ProductIndex(
             codes, jnp.zeros((B, K, slots // self.learn, 2**self.bits * D), spec.dtype)
@@ -168,7 +170,9 @@ class ProductCodes(Selector):
 
     def score(self, ix: ProductIndex, q: Array, *, logits: Logits) -> Array:
         B, K, G, D = q.shape
-        S, C, books = ix.codes.shape[2], 2**self.bits, ix.centroids.reshape(B, K, -1, D)
+        S = ix.codes.shape[2]
+        C = 2**self.bits
+        books = ix.centroids.reshape(B, K, -1, D)
         first = (
             lax.div(lax.broadcasted_iota(jnp.int32, (B, K, G, S), 3), jnp.int32(self.learn)) * C
         )
@@ -196,7 +200,8 @@ class ProductCodes(Selector):
 
         A centroid without points stays where it is.
         """
-        C, n = 2**self.bits, points.shape[3]
+        C = 2**self.bits
+        n = points.shape[3]
         start = points[:, :, :, jnp.arange(C, dtype=jnp.int32) * n // C]
 
         def improve(_: Array, books: Array) -> Array:

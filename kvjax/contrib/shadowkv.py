@@ -218,8 +218,11 @@ class LowRank(Store):
         self.values.check(self._halves(spec), chunk)
 
     def init(self, spec: CacheSpec, slots: int) -> LowRankBlock:
-        B, K, D = spec.batch, spec.kv_heads, spec.head_dim
-        exact, rank = (B, K * self.outliers * self.page * D), self._rank(spec)
+        B = spec.batch
+        K = spec.kv_heads
+        D = spec.head_dim
+        exact = (B, K * self.outliers * self.page * D)
+        rank = self._rank(spec)
         return LowRankBlock(
             coefficients=jnp.zeros((B, 1, slots, rank), spec.dtype),
             basis=jnp.zeros((B, rank * K * D), jnp.float32),
@@ -318,7 +321,9 @@ class LowRank(Store):
         Ties go to the first page.
         """
         B, K, T, D = k.shape
-        Z, limit, n = self.page, self.outliers, T // self.page
+        Z = self.page
+        limit = self.outliers
+        n = T // self.page
         new_pages = at[:, None] // Z + jnp.arange(n, dtype=jnp.int32)[None]
         new = jnp.arange(n, dtype=jnp.int32)[None] < (count // Z)[:, None]
         cosine = jnp.where(new[:, None], _smallest_cosine(k, Z), EMPTY)
@@ -400,7 +405,8 @@ class LowRank(Store):
         )
 
     def gather(self, st: LowRankBlock, selection: Selection) -> tuple[Array, Array]:
-        (B, K, _), slots = st.place.shape, selection.slots
+        B, K, _ = st.place.shape
+        slots = selection.slots
         slots = slots.reshape(B, K, -1)
         coefficients = jnp.take_along_axis(
             st.coefficients, slots[..., None], axis=2, mode="clip"
@@ -616,7 +622,8 @@ class OutlierRetrieval(Retrieval):
     ) -> tuple[Array, ZonedState, Info]:
         if not self.beside:
             return super().attend_selected(st, q, selection, step)
-        selection, seen = unpack(selection), self.visible(st, step.window)
+        selection = unpack(selection)
+        seen = self.visible(st, step.window)
         kept = self.exact_store.kept_slots(st.store)
         kept = kept._replace(valid=kept.valid & (kept.slots >= by_row(seen.store)))
         read, k, v = self._gathered(st, selection, kept.valid)
@@ -639,7 +646,8 @@ class OutlierRetrieval(Retrieval):
         """The slots that a step reads, in keys and values of the selected tokens and the exact
         pages, and after them in the recent block; and those keys and values. `kept` says which
         of the exact tokens it reads."""
-        stored, (B, K, H, M) = selection.slots < st.store.slots, selection.slots.shape
+        stored = selection.slots < st.store.slots
+        B, K, H, M = selection.slots.shape
         parts = self.store.gather(st.store, selection._replace(valid=selection.valid & stored))
         exact = (
             a.reshape(B, K, -1, parts[0].shape[3]) for a in (st.store.exact_k, st.store.exact_v)

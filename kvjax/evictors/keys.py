@@ -75,7 +75,8 @@ class Lag(Evictor):
             )
 
     def score_all(self, tokens: Tokens) -> Array:
-        L, size = tokens.position.shape[2], self.partition
+        L = tokens.position.shape[2]
+        size = self.partition
         groups = max((L - self.sink) // size, 0)
         if groups < 2:
             return jnp.where(tokens.position >= 0, jnp.float32(jnp.inf), jnp.float32(0))

@@ -276,8 +276,10 @@ class Redundancy(Evictor):
 
     def score_all(self, tokens: Tokens) -> Array:
         assert tokens.memory is not None
-        order, L = in_order(tokens.position), tokens.position.shape[2]
-        position, k = tokens.position, tokens.k
+        order = in_order(tokens.position)
+        L = tokens.position.shape[2]
+        position = tokens.position
+        k = tokens.k
         valid = position >= 0
         older = valid & (position < (tokens.end - self.window)[:, None, None])
 
@@ -300,10 +302,8 @@ class Redundancy(Evictor):
             (1, 1, 1),
             ((0, 0), (0, 0), (half, self.pool - 1 - half)),
         )
-        votes, size = (
-            jnp.take_along_axis(votes, jnp.argsort(order, axis=-1), axis=2),
-            jnp.maximum(length(k), 1e-12),
-        )
+        votes = jnp.take_along_axis(votes, jnp.argsort(order, axis=-1), axis=2)
+        size = jnp.maximum(length(k), 1e-12)
         slot = jnp.arange(L, dtype=jnp.int32)[None, None]
 
         def alike(i: Array) -> Array:
@@ -366,13 +366,16 @@ class Trigonometric(Evictor):
 
     def score_all(self, tokens: Tokens) -> Array:
         assert tokens.memory is not None
-        total, rest = tokens.memory[:, :, :, 0], tokens.memory[:, :, :, 1]
+        total = tokens.memory[:, :, :, 0]
+        rest = tokens.memory[:, :, :, 1]
         size, count = jnp.split(rest, 2, axis=-1)
         count = jnp.maximum(count, 1)
-        mean, size = total / jnp.concatenate([count, count], axis=-1), size / count
+        mean = total / jnp.concatenate([count, count], axis=-1)
+        size = size / count
         steps = (tokens.end - 1)[:, None] + 2 ** jnp.arange(17, dtype=jnp.int32)[None]
         ahead = turn_positions(mean[..., None, :], steps[:, None, None], self.rope)
-        ahead, more = jnp.mean(ahead, axis=3), size - _pairs(mean)
+        ahead = jnp.mean(ahead, axis=3)
+        more = size - _pairs(mean)
 
         def both(k: Array) -> Array:
             far = jnp.einsum("bkgd,bkld->bkgl", ahead, k, precision="highest")

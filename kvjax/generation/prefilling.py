@@ -350,7 +350,8 @@ def warm_prefill(
     """Compiles what `prefill` runs for a prompt of `tokens` per row, by chunks of which the
     first holds one token.
     """
-    B, empty = cache.spec.batch, True
+    B = cache.spec.batch
+    empty = True
     _, cache = commit_together((_committed(model), cache))
     chunks = chunks_of(cache, tokens, chunk, empty=True)
     stages = len(chunks) > 1 and needs_staging(cache)
@@ -358,7 +359,8 @@ def warm_prefill(
         cache = staged(cache, room_for(tokens, cache.spec.capacity))
     logits: Any = None
     for size, alone in dict.fromkeys(chunks):
-        count, before = np.full((B,), int(empty), np.int32), logits
+        count = np.full((B,), int(empty), np.int32)
+        before = logits
         logits, cache = _read(
             model, cache, np.zeros((B, size), np.int32), count, first_chunk=alone
         )
@@ -378,7 +380,9 @@ def prompt_programs(
     for which a cache that gets prompts at once has the longest.
     """
     _, cache = commit_together((_committed(model), cache))
-    B, most, found = cache.spec.batch, cache.spec.capacity, list[Program]()
+    B = cache.spec.batch
+    most = cache.spec.capacity
+    found = list[Program]()
     # which have chunks of all sizes
     prompts = [1, 600, 5000, 32768] if tokens is None else [tokens]
     if tokens is None and chunk_for(cache, 1, chunk) is not None:
@@ -394,7 +398,8 @@ def prompt_programs(
         caches = [cache, *with_room] if tokens is None else with_room
 
     for cache, (size, alone) in product(caches, chunks):
-        chunk_tokens, lengths = np.zeros((B, size), np.int32), np.zeros((B,), np.int32)
+        chunk_tokens = np.zeros((B, size), np.int32)
+        lengths = np.zeros((B,), np.int32)
         if not by_layer(model, cache):
             found.append(
                 Program(
@@ -459,7 +464,8 @@ def cut(tokens: int, sizes: Sequence[int]) -> list[int]:
     >>> cut(2829, (512, 64)), cut(600, (512, 64)), cut(5, (512, 64))
     ([512, 512, 512, 512, 512, 512], [512, 64, 64], [64])
     """
-    found, left = list[int](), tokens
+    found = list[int]()
+    left = tokens
     for size in sizes:
         most = MOST_PADDING * tokens if size != sizes[-1] else size
         while left > 0 and size - left <= most:

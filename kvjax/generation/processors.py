@@ -79,7 +79,8 @@ class Processors:
             raise ValueError(
                 f"Processors(history=...) has {len(self.history)} rows, and the request {rows}"
             )
-        tokens, count = np.zeros((rows, capacity), np.int32), np.zeros(rows, np.int32)
+        tokens = np.zeros((rows, capacity), np.int32)
+        count = np.zeros(rows, np.int32)
         for row in range(rows):
             before = np.array(self.history[row] if self.history else (), np.int32)
             given = () if prompt is None else (prompt[row, : lengths[row]],)
@@ -126,7 +127,8 @@ class History(NamedTuple):
 
     def with_rows(self, rows: Sequence[Sequence[int]]) -> History:
         """`with_new` of a list of tokens for each row, on the host."""
-        tokens, count = np.array(self.tokens), np.array(self.count)
+        tokens = np.array(self.tokens)
+        count = np.array(self.count)
         for row, new in enumerate(rows):
             kept = new[: tokens.shape[1] - count[row]]
             tokens[row, count[row] : count[row] + len(kept)] = kept
@@ -174,7 +176,8 @@ def _follows_last(history: History, size: Array | np.ndarray) -> Array:
     """bool[B, S]: the places after size - 1 tokens that equal the last ones of the row; none
     for size 0.
     """
-    tokens, S = jnp.asarray(history.tokens), history.tokens.shape[1]
+    tokens = jnp.asarray(history.tokens)
+    S = history.tokens.shape[1]
     place = jnp.arange(S, dtype=jnp.int32)[None]
 
     def compare(back: Array, same: Array) -> Array:

@@ -302,7 +302,8 @@ def check_fit(
         ),
     ):
         if limit is not None and total > limit:
-            room, excess = limit - stored - prompt, total - limit
+            room = limit - stored - prompt
+            excess = total - limit
             cure = "shorten the prompt and ask for fewer new tokens"
             if room > 0:
                 cure = f"ask for at most {room} new tokens"

@@ -180,7 +180,8 @@ def _among_best(scores: Array, k: Array) -> Array:
         bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31)
     )  # as the floats are ordered
     kth = _largest(lambda at: _count(ordered[:, None] >= at) >= k, len(scores))
-    above, equal = ordered > kth, ordered == kth
+    above = ordered > kth
+    equal = ordered == kth
     room = k - _count(above)[:, None]
     token = lax.broadcasted_iota(jnp.uint32, scores.shape, 1)
     end = _largest(

@@ -438,7 +438,8 @@ class Stream(Iterator[Any]):
     ) -> None:
         batch = cache.spec.batch
         self.cache, self._logits = commit_together((cache, to_context(logits)))
-        self._attended, self._counted = np.zeros(len(attending(cache)), np.float32), 0.0
+        self._attended = np.zeros(len(attending(cache)), np.float32)
+        self._counted = 0.0
         self.rows = [[] for _ in range(batch)]
         self.log_probabilities = [[] for _ in range(batch)] if log_probabilities else None
         self._noted = [0] * batch  # tokens of each row that are noted in full
@@ -452,7 +453,8 @@ class Stream(Iterator[Any]):
         self._processed = processed
         self._unread: list[Any] = []  # what a loop returned, until the host has read it
         self._draws, self._stop = draws, stop_array(()) if stop is None else stop
-        self._left, self._step = max_new_tokens, 0
+        self._left = max_new_tokens
+        self._step = 0
         self._active: Any = np.ones((batch,), bool) if active is None else active
         self._taking_part = self._active
         self._drafter, self._numbers = drafter, np.zeros(3, np.int64)
@@ -522,13 +524,15 @@ class Stream(Iterator[Any]):
         drafted = self._drafter is not None and self._drafter.max_tokens > 0
         if drafted:
             drafting = self._drafter.with_state(None), self._drafter.state
-            loop, arguments = draft_loop, (*arguments[:-1], *drafting, *arguments[-1:])
+            loop = draft_loop
+            arguments = (*arguments[:-1], *drafting, *arguments[-1:])
         if not self._unread:
             with compile_clock() as clock:
                 self._unread.append(loop(*arguments, **how))
             self.compile_seconds += clock.seconds
         done, bad = self._unread[0]
-        self.cache, self._logits = done.cache, done.logits
+        self.cache = done.cache
+        self._logits = done.logits
         count = done.emitted if drafted else done.step
         numbers = done.numbers if drafted else np.zeros_like(self._numbers)
         tokens, count, active, bad, attended, counted, numbers, likely = jax.tree.map(
@@ -633,7 +637,8 @@ def warm_up(
     model = as_model(model)
     max_new_tokens = require_int("max_new_tokens", max_new_tokens, at_least=1)
     B = cache.spec.batch
-    one, drafter = np.ones((B,), np.int32), None
+    one = np.ones((B,), np.int32)
+    drafter = None
     if draft is not None:
         prompt = np.zeros((B, prompt_tokens), np.int32)
         # a self-draft decides by the length whether it drafts; others read the prompt, too
@@ -641,7 +646,8 @@ def warm_up(
         drafter = draft.start(model, cache, prompt, read, max_new_tokens)
     logits, cache = warm_prefill(model, cache, prompt_tokens, chunk=chunk)
     report(1, 2, "for decode steps")
-    draws, stop = Draws.of(sampling, jax.random.key(0), B), stop_array(stop_tokens)
+    draws = Draws.of(sampling, jax.random.key(0), B)
+    stop = stop_array(stop_tokens)
     processed = _start(processors, cache, logits)
     run = Stream(
         model,
@@ -704,7 +710,8 @@ def compile_ahead(
         rows = cache.spec.batch
         logits: Any = jax.device_put(np.zeros((rows, V), np.float32))
         draws = Draws.of(sampling, jax.random.key(0), rows)
-        processed, stop = _start(processors, cache, logits), stop_array(stop_tokens)
+        processed = _start(processors, cache, logits)
+        stop = stop_array(stop_tokens)
         run = Stream(
             model,
             cache,

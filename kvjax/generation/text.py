@@ -56,7 +56,8 @@ class Detokenizer:
 
     def _give(self, count: int) -> None:
         if count:
-            self._before, self._given = self._given, self._given + count
+            self._before = self._given
+            self._given = self._given + count
 
     def _rest(self) -> str:
         """The text of the ids that have not been given out."""

@@ -146,13 +146,17 @@ def _scatter_tokens(
     buffers: Sequence[Array], news: Sequence[Array], start: Array, count: Array
 ) -> list[Array]:
     """`_write_alike` by one scatter each."""
-    (B, _, T, *_), S = news[0].shape, buffers[0].shape[2]
-    count, alone = jnp.minimum(count, T), B == T == 1
+    B, _, T, *_ = news[0].shape
+    S = buffers[0].shape[2]
+    count = jnp.minimum(count, T)
+    alone = B == T == 1
     size = B, 2 if alone else T
-    row, i = lax.broadcasted_iota(jnp.int32, size, 0), lax.broadcasted_iota(jnp.int32, size, 1)
+    row = lax.broadcasted_iota(jnp.int32, size, 0)
+    i = lax.broadcasted_iota(jnp.int32, size, 1)
     at = jnp.stack([row, jnp.where(i < count[:, None], start[:, None] + i, S)], axis=-1)
 
-    written, drop = [], lax.GatherScatterMode.FILL_OR_DROP
+    written: list[Array] = []
+    drop = lax.GatherScatterMode.FILL_OR_DROP
     for buffer, new in zip(buffers, news, strict=True):
         # XLA turns a scatter of one token into a slice update, fuses that into the attention
         # that reads the buffer, and then copies the buffer (temp bytes of a decode step: 5

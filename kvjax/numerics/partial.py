@@ -226,10 +226,8 @@ def attend_causal(
         size = min(block, T - first)
         low = 0 if window is None else max(0, first - window + 1)
         kb, vb = (a[:, :, low : first + size] for a in (k, v))
-        at, slot = (
-            jnp.arange(first, first + size, dtype=jnp.int32)[:, None],
-            jnp.arange(low, first + size, dtype=jnp.int32)[None],
-        )
+        at = jnp.arange(first, first + size, dtype=jnp.int32)[:, None]
+        slot = jnp.arange(low, first + size, dtype=jnp.int32)[None]
         mask = slot <= at
         if window is not None:
             mask &= slot > at - window
@@ -265,7 +263,8 @@ def merge(*parts: PartialAttention) -> PartialAttention:
     for b in others:
         top = jnp.maximum(a.lse, b.lse)
         shift = lax.stop_gradient(jnp.where(jnp.isneginf(top), 0.0, top))
-        wa, wb = jnp.exp(a.lse - shift), jnp.exp(b.lse - shift)
+        wa = jnp.exp(a.lse - shift)
+        wb = jnp.exp(b.lse - shift)
         total = wa + wb
         floor = jnp.finfo(jnp.float32).tiny
         share = (wb / jnp.maximum(total, floor))[..., None]

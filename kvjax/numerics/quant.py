@@ -86,7 +86,8 @@ def unpack_codes(packed: Array, channels: int) -> Array:
     if bits == 8:
         return packed
     if bits == 3:
-        low, high = packed[..., : channels // 4], packed[..., channels // 4 :]
+        low = packed[..., : channels // 4]
+        high = packed[..., channels // 4 :]
         return unpack_codes(low, channels) | (
             unpack_bits(high).astype(jnp.uint8) << jnp.uint8(2)
         )
@@ -130,7 +131,8 @@ def quantize_1bit(
             f"quantize_1bit got S={S} tokens, which must be a multiple of group={group}"
         )
     grouped = x.astype(jnp.float32).reshape(*lead, S // group, group, D)
-    high, low = jnp.max(grouped, axis=-2), jnp.min(grouped, axis=-2)
+    high = jnp.max(grouped, axis=-2)
+    low = jnp.min(grouped, axis=-2)
     zero = (high + low) / 2
     bits = pack_bits((grouped >= zero[..., None, :]).reshape(*lead, S, D))
     return OneBit(bits, ((high - low) / 2).astype(dtype), zero.astype(dtype))

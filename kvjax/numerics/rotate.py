@@ -215,7 +215,8 @@ def encode(
 
 def decode(code: Directions) -> Array:
     """Returns the rotated keys that the codes stand for: f32[..., S, D]."""
-    D, N = 8 * code.signs.shape[-1], code.subspaces
+    D = 8 * code.signs.shape[-1]
+    N = code.subspaces
     planes = [*jnp.split(code.sizes, 8 * code.sizes.shape[-1] // D, axis=-1), code.signs]
     if (
         D % 32 == 0
@@ -234,7 +235,8 @@ def sizes_of(code: Directions) -> tuple[float, ...]:
     """Returns the sizes of a channel of weight 1 that indices of a whole head's direction stand
     for; none with 8 bits, whose sizes are an index and a half.
     """
-    planes, D = code.sizes.shape[-1] // code.signs.shape[-1], 8 * code.signs.shape[-1]
+    planes = code.sizes.shape[-1] // code.signs.shape[-1]
+    D = 8 * code.signs.shape[-1]
     return () if planes == 7 else tuple(map(float, lloyd_max(D, 2**planes)[1]))
 
 
@@ -373,7 +375,8 @@ def _settle(
     for _ in range(10_000):
         edges = np.concatenate([[t[0]], (centres[1:] + centres[:-1]) / 2, [t[-1]]])
         new = np.diff(np.interp(edges, t, moment)) / np.diff(np.interp(edges, t, mass))
-        converged, centres = bool(np.abs(new - centres).max() < 1e-10), new
+        converged = bool(np.abs(new - centres).max() < 1e-10)
+        centres = new
         if converged:
             break
     return (centres[1:] + centres[:-1]) / 2, centres

@@ -186,7 +186,8 @@ class Candidates:
         """Raises ValueError if these sizes do not fit an index of `stored` units of `unit`
         tokens.
         """
-        keys, slots = self.pending[0].shape[-2], self.pending_slots
+        keys = self.pending[0].shape[-2]
+        slots = self.pending_slots
         if unit < 1 or slots % unit or not 0 < slots <= keys:
             raise ValueError(
                 f"Candidates(pending_slots={slots}) must be whole pages of {unit} tokens among the {keys} recent keys"
@@ -236,7 +237,8 @@ class Candidates:
         shape = *slots.shape[:3], -1
         slots = split_steps(slots.reshape(shape), self.steps)
         valid = split_steps(valid.reshape(shape), self.steps)
-        (start, stop), (_, first, end) = self.span, self.pending
+        start, stop = self.span
+        _, first, end = self.pending
         start, stop, first, end = map(self.of_groups, (start, stop, first, end - self.local))
         recent = slots - stored * unit
         inside = jnp.where(
@@ -248,7 +250,8 @@ class Candidates:
         """Says which units of `unit` slots have one from start to stop: bool[B, 1 or K*T, 1,
         units].
         """
-        start, stop = self.of_groups(start), self.of_groups(stop)
+        start = self.of_groups(start)
+        stop = self.of_groups(stop)
         slot = lax.mul(lax.broadcasted_iota(jnp.int32, (1, 1, 1, units), 3), np.int32(unit))
         inside = (slot > start - unit) & (slot < stop)
         if unit > 1:  # an empty span that begins within a unit has none either
@@ -368,7 +371,8 @@ def membership(selection: Selection, slots: int) -> Array:
 
 def set_recall(selection: Selection, wanted: Selection, slots: int) -> Array:
     """Share of the wanted slots that were selected; 1 where none is wanted: f32[B, K, H]."""
-    got, want = membership(selection, slots), membership(wanted, slots)
+    got = membership(selection, slots)
+    want = membership(wanted, slots)
     hit = jnp.sum(got & want, axis=-1, dtype=jnp.float32)
     return jnp.where(
         jnp.any(want, axis=-1),

@@ -149,7 +149,8 @@ def attend_zones(
     without `sinks`. `together`: see `gather_slots`.
     """
     if more is not None:
-        k, v = jnp.concatenate([k, more[0]], axis=2), jnp.concatenate([v, more[1]], axis=2)
+        k = jnp.concatenate([k, more[0]], axis=2)
+        v = jnp.concatenate([v, more[1]], axis=2)
     recent = recent._replace(start=jnp.maximum(recent.start, recent.stop - local))
     stored, pending = split_selection(selection, k.shape[2])
     history = attend_slots(q, k, v, stored, logits=logits, together=together)
@@ -249,7 +250,8 @@ def attend_gathered(
     """
     B, K, G, D = q.shape
     H, M = selection.slots.shape[2:]
-    kg, vg = kg.reshape(B, K * H, M, kg.shape[-1]), vg.reshape(B, K * H, M, vg.shape[-1])
+    kg = kg.reshape(B, K * H, M, kg.shape[-1])
+    vg = vg.reshape(B, K * H, M, vg.shape[-1])
     valid = selection.valid.reshape(B, K * H, M)
     part = attend_part(
         q.reshape(B, K * H, G // H, D),

@@ -65,7 +65,8 @@ def attend_chunk(
     `sinks` are logits f32[K, G] that only the denominator of softmax counts.
     """
     if sinks is not None:
-        own, grouped = (jnp.swapaxes(a, 1, 2) for a in (k, v)), group(q, k.shape[2])
+        own = (jnp.swapaxes(a, 1, 2) for a in (k, v))
+        grouped = group(q, k.shape[2])
         return ungroup(
             with_sinks(attend_own(grouped, *own, logits=logits, window=window), grouped, sinks),
             q.dtype,
@@ -375,7 +376,8 @@ def attend_chunk_in_parts(
     """`attend_chunk` for q [B, T, N, D] and k, v [B, T, K, D], by parts as
     `attend_own_in_parts`.
     """
-    grouped, (k, v) = group(q, k.shape[2]), (jnp.swapaxes(a, 1, 2) for a in (k, v))
+    grouped = group(q, k.shape[2])
+    k, v = (jnp.swapaxes(a, 1, 2) for a in (k, v))
     two = _own_blocks(grouped, k, v, axis, parts, logits=logits)
     return ungroup(_gather_blocks([part.out.astype(q.dtype) for part in two], axis), q.dtype)
 
@@ -386,8 +388,10 @@ def _own_blocks(
     """Returns the parts of this device's two blocks, out f32[B, K, G, n, E] and lse f32[B, K,
     G, n].
     """
-    (B, K, G, T, _), device = q.shape, lax.axis_index(axis)
-    n, found = T // (2 * parts), []
+    B, K, G, T, _ = q.shape
+    device = lax.axis_index(axis)
+    n = T // (2 * parts)
+    found = []
     for block in (device, 2 * parts - 1 - device):
         mine, own_k, own_v = (
             lax.dynamic_slice_in_dim(a, block * n, n, axis=a.ndim - 2) for a in (q, k, v)
@@ -496,7 +500,8 @@ def _cudnn_part(
     q: Array, k: Array, v: Array, stop: Array, *, logits: Logits
 ) -> PartialAttention:
     """Over the slots [0, stop) of k, v [B, K, S, D]; stop i32[B] may be 0."""
-    T, some = q.shape[3], (stop > 0)[:, None, None]
+    T = q.shape[3]
+    some = (stop > 0)[:, None, None]
     queries = jnp.full_like(stop, T, dtype=jnp.int32)
     kind = _cudnn_masks().PADDING
     out, lse = _cudnn(

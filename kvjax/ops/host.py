@@ -74,7 +74,9 @@ def host_rows_first(
 
     XLA reads the rows of all heads, because it moves the same number in either case.
     """
-    (B, K, P, _, Z, D), N, places = x.shape, index.shape[2], device[0].shape[2]
+    B, K, P, _, Z, D = x.shape
+    N = index.shape[2]
+    places = device[0].shape[2]
     at_edge = jnp.broadcast_to(edge[:, None, None], (B, K, 1))
     padding = jnp.full((B, K, max(places - N - 1, 0)), -1, jnp.int32)
     index = jnp.concatenate([index, at_edge, padding], axis=2)[:, :, :places]
@@ -222,7 +224,8 @@ def _append_rows(x: Array, stacked: Array, at: Array, count: Array) -> Array:
 
 
 def _append_each(x: Array, stacked: Array, at: Array, count: Array) -> Array:
-    (B, K, P, *row), n = x.shape, stacked.shape[2]
+    B, K, P, *row = x.shape
+    n = stacked.shape[2]
     move = to_host if jax.typeof(x).memory_space == jax.memory.Space.Host else to_device
 
     # For one row at a time, a slice is read, changed and written: in host memory XLA does this
@@ -285,7 +288,8 @@ def hot_places(
     past those found, becomes n. Places whose page must be read have `used` = 2.
     """
     B, K, N = index.shape
-    n, P = tables.page.shape[2], tables.place.shape[2]
+    n = tables.page.shape[2]
+    P = tables.place.shape[2]
     index = jnp.where(jnp.arange(N, dtype=jnp.int32)[None, None] < found[..., None], index, -1)
     wanted = (index >= 0) & (index < P)
     page = jnp.where(wanted, index, 0)
@@ -332,8 +336,10 @@ def _freed_places(tables: HotTables, kept: Array, count: int) -> tuple[Array, Ar
     never frees those that are `kept` bool[B, K, n].
     """
     B, K, n = kept.shape
-    was_used, hand = tables.used > 0, tables.hand[..., None]
-    idle, busy = ~kept & ~was_used, ~kept & was_used
+    was_used = tables.used > 0
+    hand = tables.hand[..., None]
+    idle = ~kept & ~was_used
+    busy = ~kept & was_used
 
     # Among the places of its kind, a place's rank from the hand on: those before the hand come
     # last.
@@ -393,11 +399,10 @@ def place_pages(zones: Parts, pages: Sequence[Array], at: Array, n: int) -> Part
     """`zones`, [B, K, n * Z, D] each, with `pages` [B, K, N * Z, D] at the places below n in
     `at` i32[B, K, N].
     """
-    (B, K, N), (*_, D) = at.shape, zones[0].shape
-    row, head = (
-        jnp.arange(B, dtype=jnp.int32)[:, None, None],
-        jnp.arange(K, dtype=jnp.int32)[None, :, None],
-    )
+    B, K, N = at.shape
+    *_, D = zones[0].shape
+    row = jnp.arange(B, dtype=jnp.int32)[:, None, None]
+    head = jnp.arange(K, dtype=jnp.int32)[None, :, None]
 
     def put(zone: Array, new: Array) -> Array:
         by_page = zone.reshape(B, K, n, -1, D)

@@ -65,7 +65,8 @@ def is_sparse(q: Array, k: Array) -> bool:
     """True if queries [B, K, G, T, D] attend to a part of the blocks of k [B, K, S, D], by the
     current share.
     """
-    blocks, share = -(-k.shape[2] // BLOCK), sparse_share()
+    blocks = -(-k.shape[2] // BLOCK)
+    share = sparse_share()
     return share is not None and q.shape[3] >= BLOCK and list_length(blocks, share) < blocks
 
 
@@ -81,7 +82,8 @@ def attend_sparse(
     q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, -T % BLOCK), (0, 0)))
     blocks, counts = choose_blocks(q, k, stop, share=share, logits=logits)
     part = attend_key_blocks(q, k, v, blocks, counts, stop, logits=logits)
-    out, lse = part.out.reshape(B, K, G, q.shape[3], -1), part.lse.reshape(B, K, G, q.shape[3])
+    out = part.out.reshape(B, K, G, q.shape[3], -1)
+    lse = part.lse.reshape(B, K, G, q.shape[3])
     return PartialAttention(
         out[:, :, :, :T].reshape(B, K, G * T, -1), lse[:, :, :, :T].reshape(B, K, G * T)
     )
@@ -127,8 +129,10 @@ def estimated_mass(q: Array, k: Array, stop: Array, *, logits: Logits) -> Array:
     """f32[B, K, G, T / 128, S // 128]: the softmax mass over stored tokens of a block's queries
     that is estimated to lie in each whole block of keys, summed over the strides of queries
     that are scored."""
-    (B, K, G, T, D), S = q.shape, k.shape[2] // BLOCK * BLOCK
-    rows, columns = BLOCK // STRIDE // EVERY, BLOCK // STRIDE
+    B, K, G, T, D = q.shape
+    S = k.shape[2] // BLOCK * BLOCK
+    rows = BLOCK // STRIDE // EVERY
+    columns = BLOCK // STRIDE
     q = q.astype(k.dtype).reshape(B, K, G * T // STRIDE // EVERY, EVERY, STRIDE, D)[
         :, :, :, -1, ::-1
     ]
@@ -175,7 +179,8 @@ def attend_key_blocks(
     Lists are in order, without repeats, and of at least one block; only the last one may reach
     `stop` or beyond. Keys past `stop` may hold anything, values there must be finite.
     """
-    (B, K, G, T, D), S = q.shape, k.shape[2]
+    B, K, G, T, D = q.shape
+    S = k.shape[2]
     if T % BLOCK or S < BLOCK:
         raise ValueError(
             f"attend_key_blocks takes multiples of {BLOCK} queries and at least {BLOCK} slots; got {T}, {S}"

@@ -125,7 +125,8 @@ class Op(Generic[P, R]):
             if n not in (*static_argnames, "implementation")
         ]
         self.derivative = derivative
-        self._limit, self._mosaic = limit, mosaic
+        self._limit = limit
+        self._mosaic = mosaic
         self._on_tpu = on_tpu
         OPS[self.name] = self
 

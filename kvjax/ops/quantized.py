@@ -71,12 +71,14 @@ def attend_quantized(
     weights (for keys by token and for more than 8 queries, decoded ones), to bfloat16, and sums
     in f32.
     """
-    slots, D = keys[0].shape[2], q.shape[-1]
+    slots = keys[0].shape[2]
+    D = q.shape[-1]
     group = slots // min(keys[-1].shape[2], values[-1].shape[2])
     block = min(max(256, slots // 64) // group * group or group, slots)
     few = q.shape[2] <= slots * D // max(keys[-1][0, 0].size, values[-1][0, 0].size)
     folds = few and isinstance(keys, QuantArray)
-    half, q = q.dtype if q.dtype.itemsize == 2 else jnp.float32, q.astype(jnp.float32)
+    half = q.dtype if q.dtype.itemsize == 2 else jnp.float32
+    q = q.astype(jnp.float32)
     start, stop = (a[:, None] if a.ndim == 1 else a for a in (start, stop))
     operands = q, keys, values, start, stop
 
@@ -161,7 +163,8 @@ def attend_quantized_zones(
 
 def _attend_coded_zones_mosaic(kernel: Any, a: Any) -> Any:
     known = a.selection.found if isinstance(a.selection, PackedSelection) else a.selection.valid
-    codes, D = (a.keys, a.values), a.q.shape[-1]
+    codes = (a.keys, a.values)
+    D = a.q.shape[-1]
     made = kernel.attend_coded_zones(
         a.q,
         *codes,
@@ -234,7 +237,8 @@ def attend_rotated(
     """Attention of q [B, K, G, D] over selected tokens that were gathered: rotated k, v f32[B,
     K, H*M, D], in order, the keys without their offset f32[B, K, D]."""
     if logits.cap is not None:  # what is added to logits counts before the cap
-        k, v = rotate_back(k, seed) + offset[:, :, None], rotate_back(v, seed)
+        k = rotate_back(k, seed) + offset[:, :, None]
+        v = rotate_back(v, seed)
         return attend_gathered(q, k, v, selection, logits=logits)
     part = attend_gathered(rotate_few(q, seed), k, v, selection, logits=logits)
     return turn_back(part, q, offset, seed=seed, scale=logits.uncapped)
@@ -264,7 +268,8 @@ def _scores(q: Array, keys: QuantArray) -> Array:
         scores = jnp.einsum("bkqnd,bkntd->bkqnt", scaled, codes, precision="highest")
         scores += jnp.einsum("bkqd,bknd->bkqn", q, zero, precision="highest")[..., None]
         return scores.reshape(B, K, Q, -1)
-    sliced, codes = q.reshape(B, K, Q, slices, -1), codes.reshape(B, K, groups, slices, -1)
+    sliced = q.reshape(B, K, Q, slices, -1)
+    codes = codes.reshape(B, K, groups, slices, -1)
     products = jnp.einsum("bkqjc,bksjc->bkqsj", sliced, codes, precision="highest")
     offsets = jnp.einsum("bkqj,bksj->bkqs", jnp.sum(sliced, axis=-1), zero, precision="highest")
     return jnp.sum(products * scale[:, :, None], axis=-1) + offsets
@@ -293,7 +298,8 @@ def gather_quantized(code: Codes, selection: Selection, channels: int) -> Array:
     """f32[B, K, H*M, D], the selected tokens of codes of [B, K, S, D]: reads and decodes only
     those rows.
     """
-    index, slots = selection.slots.reshape(*selection.slots.shape[:2], -1, 1), code[0].shape[2]
+    index = selection.slots.reshape(*selection.slots.shape[:2], -1, 1)
+    slots = code[0].shape[2]
     rows = [
         jnp.take_along_axis(a, index // (slots // a.shape[2]), axis=2, mode="clip")
         for a in code

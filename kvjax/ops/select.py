@@ -87,7 +87,8 @@ def sum_products(
 
 def _score_blocks(q: Array, keys: OneBit, *, logits: Logits) -> Array:
     B, K, G, _ = q.shape
-    S, groups = keys.bits.shape[2], keys.scale.shape[2]
+    S = keys.bits.shape[2]
+    groups = keys.scale.shape[2]
     group = S // groups
     block = min(max(512, S // 64) // group or 1, groups)  # in groups
     q = q.astype(jnp.float32)
@@ -134,7 +135,8 @@ def score_pages(
     """
     q = q.astype(jnp.float32)
     product = partial(jnp.einsum, "bkgd,bkpd->bkgp", precision="highest")
-    up, down = jnp.maximum(q, 0.0), jnp.minimum(q, 0.0)
+    up = jnp.maximum(q, 0.0)
+    down = jnp.minimum(q, 0.0)
     above = product(up, high.astype(jnp.float32))
     return logits.of(above + product(down, low.astype(jnp.float32)))
 
@@ -278,7 +280,8 @@ def _top_by_counts(ranked: Array, k: int) -> Sequence[Array]:
             (1,),
         )
         least += sum((count >= k).astype(jnp.uint32) for count in counts)[:, None] << shift
-    above, level = keys > least, keys == least
+    above = keys > least
+    level = keys == least
     ranks, levels = lax.cumsum(jnp.stack([above, level]).astype(jnp.int32), axis=2)
     spare = k - ranks[:, -1:]  # of the level, the lower slots
     place = jnp.where(
@@ -335,7 +338,8 @@ def _slots_of_top(keys: Array, least: Array, k: int) -> Array:
     least = least[:, :, None]
 
     # The units above the lowest leave room for so many of those equal to it.
-    level, above = keys == least, keys > least
+    level = keys == least
+    above = keys > least
     room = k - jnp.sum(above, axis=(1, 2), dtype=jnp.int32)
     inside, before = _ranks(level)
     chosen = above | (level & (inside + before[:, :, None] <= room[:, None, None]))
@@ -487,7 +491,9 @@ def _highest(
 
 
 def _select_1bit_limit(kernel: Any, a: Any) -> str | None:
-    q, keys, candidates = a.q, a.keys, a.candidates
+    q = a.q
+    keys = a.keys
+    candidates = a.candidates
     candidates.require(keys.bits.shape[2], 1)
     step_q = jax.ShapeDtypeStruct(
         (*q.shape[:2], q.shape[2] // candidates.steps, q.shape[3]), q.dtype
@@ -564,7 +570,9 @@ def select_1bit(
 def _select_pages_limit(kernel: Any, a: Any) -> str | None:
     candidates = a.candidates
     candidates.require(a.low.shape[2], a.unit)
-    keys, room, slots = candidates.pending[0], candidates.k_max, candidates.pending_slots
+    keys = candidates.pending[0]
+    room = candidates.k_max
+    slots = candidates.pending_slots
     return no_kernel_for(a.group_reduce) or kernel.unsupported(
         a.q, a.low, a.high, keys, a.group_reduce, room, a.unit, slots, candidates.steps
     )
@@ -670,7 +678,8 @@ def select_4bit(
     slots from S on. The token of lowest rank comes last, the others in any order. The kernel
     ranks scores in f16, as that of `select_1bit`.
     """
-    M, S = listed.slots.shape[3], keys.signs.shape[2]
+    M = listed.slots.shape[3]
+    S = keys.signs.shape[2]
     candidates.require(M, 1)
     estimates = rerank(rotate_few(q, seed), keys, listed, logits=logits)
     pending = candidates.pending_units(q, logits)

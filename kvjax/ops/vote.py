@@ -29,7 +29,8 @@ def _collide_mosaic(kernel: Any, a: Any) -> Array:
 
 
 def _check_votes(ids: Array, limits: Array) -> None:
-    N, T = ids.shape[3], limits.shape[1]
+    N = ids.shape[3]
+    T = limits.shape[1]
     if N * T > 255:
         raise ValueError(
             f"collide counts votes in a byte; {N} subspaces x {T} limits are more than 255, so use fewer limits"
@@ -86,7 +87,8 @@ def _votes(earned: Array, ids: Array) -> Array:
 
 
 def _vote_blocks(earned: Array, ids: Array) -> Array:
-    (B, K, G, _, _), S = earned.shape, ids.shape[2]
+    B, K, G, _, _ = earned.shape
+    S = ids.shape[2]
     block = min(max(512, S // 64), S)
 
     def step(i: Array, votes: Array) -> Array:
@@ -167,7 +169,8 @@ def most_voted(
     least = for_gpu(partial(_least_votes, bits=4), partial(_least_votes, bits=1), votes, count)[
         ..., None
     ]
-    above, level = votes > least, votes == least
+    above = votes > least
+    level = votes == least
     spare = count[..., None] - jnp.sum(above, axis=-1, dtype=jnp.int32, keepdims=True)
     upto = lax.cumsum(level.astype(jnp.int32), axis=3)
     selected = above | (level & (upto <= spare))

@@ -47,7 +47,8 @@ def put_token(
     Returns the zones, and `overflow` bool[B], also true for rows where no zone had room. In
     place if zones are donated or a loop's carry.
     """
-    after, left = [], active
+    after = []
+    left = active
     for zone in zones:
         fits = left & (zone.count < zone.slots)
         after.append(put(zone, k, v, fits.astype(jnp.int32)))
@@ -88,7 +89,8 @@ def put_tokens(
     after: list[Block] = []
     left = count = jnp.clip(count, 0, k.shape[2])
     for zone in zones:
-        mine, taken = (k, v), jnp.clip(left, 0, zone.slots - zone.count)
+        mine = (k, v)
+        taken = jnp.clip(left, 0, zone.slots - zone.count)
         if after:  # the tokens that earlier zones have not stored
             place = jnp.arange(k.shape[2], dtype=jnp.int32)[None] + (count - left)[:, None]
             mine = take_rows(k, place), take_rows(v, place)

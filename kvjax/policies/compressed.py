@@ -79,7 +79,8 @@ class Compressed(Zoned):
         will return them.
         """
         assert self.value_window is not None
-        chunk, count = self.demote.leave, st.recent.count[:, None, None, None]
+        chunk = self.demote.leave
+        count = st.recent.count[:, None, None, None]
         whole = st.recent.slots // chunk * chunk
         k, v = refuse_derivative(
             f"{self} rounds keys and values of the recent block, which has no derivative; use value_window=None, or "

@@ -165,7 +165,8 @@ def _check_selection(policy: Retrieval, spec: CacheSpec) -> None:
         raise _wrong(selector, "select", found, "a kvjax.numerics.selection.Selection")
     lists = spec.group if selector.group_reduce == "per_head" else 1
     slots = found.slots
-    B, K = spec.batch, spec.kv_heads
+    B = spec.batch
+    K = spec.kv_heads
     whole = slots.ndim == 4 and slots.shape[3] % selector.unit == 0
     if slots.dtype != jnp.int32 or not whole or slots.shape[:3] != (B, K, lists):
         wanted = f"slots int32[{B}, {K}, {lists}, M], M a multiple of {selector.unit}"
@@ -194,7 +195,10 @@ def _check_store(
     after = _call(store, "append", st, k, v, _rows(spec))
     _require_same(store, "append", after, st, "its init gave")
 
-    B, K, G, E = spec.batch, spec.kv_heads, spec.group, spec.value_dim or spec.head_dim
+    B = spec.batch
+    K = spec.kv_heads
+    G = spec.group
+    E = spec.value_dim or spec.head_dim
     q = _queries(spec)
     part = _call(store, "attend", st, q, _rows(spec), logits=_step(spec).logits)
     _require_part(store, "attend", part, (B, K, G, E))
@@ -234,7 +238,10 @@ def _require_part(part: Any, verb: str, got: Any, shape: tuple[int, ...]) -> Non
 
 def _check_evictor(evictor: Evictor, spec: CacheSpec, slots: int) -> None:
     name = type(evictor).__name__
-    B, K, G, D = spec.batch, spec.kv_heads, spec.group, spec.head_dim
+    B = spec.batch
+    K = spec.kv_heads
+    G = spec.group
+    D = spec.head_dim
     tokens = slots + 8  # those that are held, and a prompt's
     held = Shape((B, K, tokens), jnp.float32)
     position = Shape(held.shape, jnp.int32)
@@ -301,7 +308,10 @@ def _check_demotion(demote: Demotion, local: int) -> None:
 
 
 def _check_policy(policy: Policy, spec: CacheSpec) -> None:
-    B, K, G, D = spec.batch, spec.kv_heads, spec.group, spec.head_dim
+    B = spec.batch
+    K = spec.kv_heads
+    G = spec.group
+    D = spec.head_dim
     E = spec.value_dim or D
     st = _call(policy, "init", spec)
     flag = Shape((B,), jnp.bool_)
@@ -350,7 +360,8 @@ def _queries(spec: CacheSpec) -> Shape:
 
 def _new_tokens(spec: CacheSpec, tokens: int) -> tuple[Shape, Shape]:
     """Keys and values of so many new tokens."""
-    rows, dtype = (spec.batch, spec.kv_heads, tokens), jnp.dtype(spec.dtype)
+    rows = (spec.batch, spec.kv_heads, tokens)
+    dtype = jnp.dtype(spec.dtype)
     return Shape((*rows, spec.head_dim), dtype), Shape(
         (*rows, spec.value_dim or spec.head_dim), dtype
     )

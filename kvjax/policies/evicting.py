@@ -161,7 +161,8 @@ class Evicting(Policy):
             )
 
     def init(self, spec: CacheSpec) -> EvictingState:
-        slots, n = self._slots(spec), self.evictor.remembers(spec.head_dim)
+        slots = self._slots(spec)
+        n = self.evictor.remembers(spec.head_dim)
         memory = (spec.batch, spec.kv_heads, spec.group, n, spec.head_dim)
         shape = (spec.batch, spec.kv_heads, slots)
         return EvictingState(
@@ -201,26 +202,30 @@ class Evicting(Policy):
         # A KV head is a row of its own here, whose count is the slot to write: out of range, it
         # writes nothing.
         at = jnp.where(active[:, None], slot, S).reshape(-1)
-        held_k, held_v, k_row, v_row = (
-            a.reshape(B * K, 1, -1, a.shape[3]) for a in (st.tokens.k, st.tokens.v, k, v)
-        )
-        (held,), _ = ops.put_token([Block(held_k, held_v, at)], k_row, v_row, at < S, at < 0)
-        taken = (jnp.arange(S, dtype=jnp.int32)[None, None] == slot[..., None]) & active[
-            :, None, None
-        ]
-        evidence = (
-            None if st.evidence is None else jnp.where(taken, self._arriving(k, v), st.evidence)
-        )
+        in_range = at < S
+
+        def by_head(a: Array) -> Array:
+            return a.reshape(B * K, 1, -1, a.shape[3])
+
+        rows = Block(by_head(st.tokens.k), by_head(st.tokens.v), at)
+        (stored,), _ = ops.put_token([rows], by_head(k), by_head(v), in_range, at < 0)
         keys = st.keys
         if keys is not None:
-            rows, row = (a.reshape(B * K, 1, -1, a.shape[3]) for a in (keys, came))
-            there = (at < S).astype(jnp.int32)
-            keys = write(rows, row, jnp.minimum(at, S - 1), there).reshape(keys.shape)
+            place = jnp.minimum(at, S - 1)
+            written = write(by_head(keys), by_head(came), place, in_range.astype(jnp.int32))
+            keys = written.reshape(keys.shape)
+
+        # What is known of the token in that slot is now that of the new one.
+        is_slot = jnp.arange(S, dtype=jnp.int32)[None, None] == slot[..., None]
+        taken = is_slot & active[:, None, None]
+        evidence = st.evidence
+        if evidence is not None:
+            evidence = jnp.where(taken, self._arriving(k, v), evidence)
         return replace(
             st,
             tokens=Block(
-                held.k.reshape(st.tokens.k.shape),
-                held.v.reshape(st.tokens.v.shape),
+                stored.k.reshape(st.tokens.k.shape),
+                stored.v.reshape(st.tokens.v.shape),
                 jnp.minimum(st.tokens.count + added, self._limit(st)),
             ),
             position=jnp.where(taken, length[:, None, None] - 1, st.position),
@@ -246,11 +251,13 @@ class Evicting(Policy):
 
         # One kernel attends to all slots, unless some are hidden by a window or have other
         # positions, or the logits are computed above anyway.
-        window, moved = step.window, self._renumbered
+        window = step.window
+        moved = self._renumbered
         fits = window is None or (self.evictor.keeps_newest and st.tokens.slots <= window)
         if fits and not weighed and not moved:
             return self._attend_held(st, at_place, step), after, info
-        seen, logits = visible[:, :, None], step.logits
+        seen = visible[:, :, None]
+        logits = step.logits
         if moved:
             queries = at_place[:, :, :, None]
             part = self._attend_moved(st, queries, seen, moved, logits=logits)
@@ -268,7 +275,8 @@ class Evicting(Policy):
         """
         if st.due is None:
             return st, False
-        after, weighed = replace(st, due=jnp.zeros_like(st.due)), False
+        after = replace(st, due=jnp.zeros_like(st.due))
+        weighed = False
         if st.evidence is not None and self.evictor.arrival is not None:
             weights = step.weights(at_place, st.tokens.k, seen)
             evidence = self._see_step(st, weights, step)
@@ -276,7 +284,8 @@ class Evicting(Policy):
             evidence = jnp.where(st.due[:, None, None], evidence, st.evidence)
             after = replace(after, evidence=evidence)
         if st.memory is not None:
-            queries, position = _scaled(q[:, :, :, None], step), (st.length - 1)[:, None]
+            queries = _scaled(q[:, :, :, None], step)
+            position = (st.length - 1)[:, None]
             memory = self.evictor.see_queries(st.memory, queries, position)
             memory = jnp.where(st.due[:, None, None, None, None], memory, st.memory)
             after = replace(after, memory=memory)
@@ -344,7 +353,9 @@ class Evicting(Policy):
         """f32[B, K, G, S+T]: the weights that the voters of a prompt give to the S slots and to
         the T tokens of the chunk, summed.
         """
-        T, block, total = k.shape[2], voters.block, voters.at.shape[1]
+        T = k.shape[2]
+        block = voters.block
+        total = voters.at.shape[1]
         chosen = jnp.maximum(voters.at, 0)
         queries = jnp.take_along_axis(q, chosen[:, None, None, :, None], axis=3)
         query_position = jnp.where(voters.counts, st.length[:, None] + voters.at, -1)
@@ -362,7 +373,8 @@ class Evicting(Policy):
             L = votes.shape[3]
             of_block = lax.dynamic_slice_in_dim(queries, i * block, block, axis=3)
             here = lax.dynamic_slice_in_dim(query_position, i * block, block, axis=1)
-            first, at = lowest_visible(here, step.window), position[:, :, None, :L]
+            first = lowest_visible(here, step.window)
+            at = position[:, :, None, :L]
             seen = (at <= here[:, None, :, None]) & (at >= first[:, None, :, None]) & (at >= 0)
             known = None
             if lse is not None:
@@ -375,7 +387,8 @@ class Evicting(Policy):
                 return total - stop
             return T - -(-stop * T // total)
 
-        (B, K, L), blocks = position.shape, total // block
+        B, K, L = position.shape
+        blocks = total // block
         votes = vary_with(
             jnp.zeros((B, K, q.shape[2], L), jnp.float32),
             queries,
@@ -420,11 +433,13 @@ class Evicting(Policy):
         `votes` f32[B, K, G, S+T] are in this order: by slot, then by place in the chunk. With
         `room`, rows bool[B] and tokens i32[B], only these rows change, and keep only so many.
         """
-        S, T = st.tokens.slots, k.shape[2]
-        L, end = S + T, st.length + lengths
+        S = st.tokens.slots
+        L = S + k.shape[2]
+        end = st.length + lengths
         # A row that stores nothing stays as it is.
         takes, most = (lengths > 0, None) if room is None else room
 
+        # What is known of each token, and which ones are kept.
         line = self._line(st, k, v, lengths)
         if line.evidence is not None and votes is not None:
             votes = jnp.take_along_axis(votes, line.source[:, :, None], axis=-1)
@@ -432,75 +447,93 @@ class Evicting(Policy):
                 line.evidence, votes, line.position, end, self._share(S)
             )
             line = line._replace(evidence=evidence)
-        held = Tokens(
+        tokens = Tokens(
             line.evidence, line.position, end, self._share(S), line.k, line.v, st.memory
         )
-        score = self._scores(held, None if room is None else line.pinned, line.source)
+        score = self._scores(tokens, None if room is None else line.pinned, line.source)
         place = self._best_places(line, score, S, most)
-        valid, place = place < L, jnp.minimum(place, L - 1)
+        valid = place < L
+        place = jnp.minimum(place, L - 1)
 
-        def select(a: Array) -> Array:
-            found = jnp.take_along_axis(a, place, axis=-1)
-            return jnp.where(valid, found, jnp.zeros((), a.dtype))
+        # The kept tokens, in order of position.
+        kept_k, kept_v = line.tokens(place)
+        keys = None
+        if st.keys is not None:
+            keys = self._keys_as_they_came(st, k, line, place, valid)
+            was = jnp.take_along_axis(line.position, place, axis=-1)
+            by = jnp.arange(S, dtype=jnp.int32)[None, None] - was
+            kept_k = turn_positions(keys, by, self.rope).astype(keys.dtype)
+        kept_k = keep_valid(kept_k, valid)
+        kept_v = keep_valid(kept_v, valid)
+        count = jnp.minimum(st.tokens.count + lengths, S if most is None else most)
+
+        def select(a: Array | None) -> Array | None:
+            if a is None:
+                return None
+            return jnp.where(
+                valid, jnp.take_along_axis(a, place, axis=-1), jnp.zeros((), a.dtype)
+            )
 
         def leaving() -> tuple[Array, Array]:
             """The evicted tokens, in order, then others."""
             kept = put_last(
                 jnp.zeros(line.position.shape, bool), jnp.where(valid, place, L), True
             )
-            gone = jnp.where(
-                (line.position >= 0) & ~kept, jnp.arange(L, dtype=jnp.int32)[None, None], L
-            )
-            return line.tokens(jnp.minimum(jnp.sort(gone, axis=-1)[..., :T], L - 1))
+            evicted = (line.position >= 0) & ~kept
+            gone = jnp.where(evicted, jnp.arange(L, dtype=jnp.int32)[None, None], L)
+            return line.tokens(jnp.minimum(jnp.sort(gone, axis=-1)[..., : L - S], L - 1))
 
-        kept_k, kept_v = line.tokens(place)
-        keys = None
-        if st.keys is not None:
-            # Keys are turned from how they came, by one angle: to turn stored ones again at each
-            # eviction would round them each time.
-            source = jnp.take_along_axis(line.source, place, axis=-1)[..., None]
-            as_they_came = jnp.concatenate([st.keys, k.astype(st.keys.dtype)], axis=2)
-            keys = keep_valid(jnp.take_along_axis(as_they_came, source, axis=2), valid)
-            was = jnp.take_along_axis(line.position, place, axis=-1)
-            by = jnp.arange(S, dtype=jnp.int32)[None, None] - was
-            kept_k = turn_positions(keys, by, self.rope).astype(keys.dtype)
-        kept_k, kept_v = keep_valid(kept_k, valid), keep_valid(kept_v, valid)
-        count = jnp.minimum(st.tokens.count + lengths, S if most is None else most)
         due = st.due
         if due is not None and room is None:
-            due = jnp.zeros_like(due)
-
+            due = jnp.zeros_like(due)  # the prompt's last query has been seen
         of_rows = partial(_of_rows, takes)
         after = replace(
             st,
             tokens=of_rows(Block(kept_k, kept_v, count), st.tokens),
             position=of_rows(select(line.position), st.position),
-            evidence=None
-            if line.evidence is None
-            else of_rows(select(line.evidence), st.evidence),
+            evidence=of_rows(select(line.evidence), st.evidence),
             length=of_rows(end, st.length),
             due=of_rows(due, st.due),
-            pinned=None if line.pinned is None else of_rows(select(line.pinned), st.pinned),
+            pinned=of_rows(select(line.pinned), st.pinned),
             keys=of_rows(keys, st.keys),
         )
         return self._settled(after, valid, takes, leaving)
 
+    @staticmethod
+    def _keys_as_they_came(
+        st: EvictingState, k: Array, line: Line, place: Array, valid: Array
+    ) -> Array:
+        """The keys [B, K, S, D] at places of the line, as they came.
+
+        Keys are turned from these, by one angle: to turn stored ones again at each eviction
+        would round them each time.
+        """
+        assert st.keys is not None
+        source = jnp.take_along_axis(line.source, place, axis=-1)[..., None]
+        every = jnp.concatenate([st.keys, k.astype(st.keys.dtype)], axis=2)
+        return keep_valid(jnp.take_along_axis(every, source, axis=2), valid)
+
     def _line(self, st: EvictingState, k: Array, v: Array, lengths: Array) -> Line:
         """The held tokens and the first `lengths` i32[B] of a chunk k, v [B, K, T, D]."""
-        (B, K, S), T = st.position.shape, k.shape[2]
+        B, K, S = st.position.shape
+        T = k.shape[2]
+        # Empty slots, whose position is -1, come first.
         position = self._positions(st)
-        held = jnp.argsort(position, axis=-1).astype(jnp.int32)
+        stored = jnp.argsort(position, axis=-1).astype(jnp.int32)
         chunk = jnp.broadcast_to(S + jnp.arange(T, dtype=jnp.int32), (B, K, T))
-        source = jnp.concatenate([held, chunk], axis=-1)
+        source = jnp.concatenate([stored, chunk], axis=-1)
 
-        def in_order(held: Array, coming: Array) -> Array:
-            return jnp.take_along_axis(jnp.concatenate([held, coming], axis=2), source, axis=-1)
+        def in_order(stored: Array, coming: Array) -> Array:
+            both = jnp.concatenate([stored, coming], axis=2)
+            return jnp.take_along_axis(both, source, axis=-1)
 
-        evidence, pinned = st.evidence, st.pinned
+        pinned = st.pinned
         if pinned is not None:
             pinned = in_order(pinned, jnp.ones((B, K, T), bool))
+        evidence = st.evidence
         if evidence is not None:
-            evidence = in_order(evidence, jnp.broadcast_to(self._arriving(k, v), (B, K, T)))
+            arriving = jnp.broadcast_to(self._arriving(k, v), (B, K, T))
+            evidence = in_order(evidence, arriving)
         return Line(
             source=source,
             position=in_order(position, self._coming(st, lengths, T)),
@@ -527,13 +560,14 @@ class Evicting(Policy):
         """Frees `every` slots in each row that is `full` bool[B]; tokens of the last slots move
         into the gaps.
         """
-        (B, K, S), n = st.position.shape, self.every
+        B, K, S = st.position.shape
+        n = self.every
         count = st.tokens.count - n * full.astype(jnp.int32)  # tokens after the eviction
         last = (count[:, None] + jnp.arange(n, dtype=jnp.int32)[None])[:, None]
         last = jnp.broadcast_to(last, (B, K, n))
 
         def moves() -> tuple[Array, Array]:
-            source, target = fill_gaps(self._least_worthy(st), last, count, S)
+            source, target = fill_gaps(self._lowest_scores(st), last, count, S)
             return source, jnp.where(full[:, None, None], target, S)
 
         def none() -> tuple[Array, Array]:
@@ -543,27 +577,20 @@ class Evicting(Policy):
         st = move_tokens(st, source, target)
         return replace(st, tokens=replace(st.tokens, count=count))
 
-    def _least_worthy(self, st: EvictingState) -> Array:
+    def _lowest_scores(self, st: EvictingState) -> Array:
         """i32[B, K, n]: the slots of the `every` tokens of lowest score; of equals the oldest."""
-        position, slots = self._positions(st), st.tokens.slots
-        held = Tokens(
-            st.evidence,
-            position,
-            st.length,
-            self._share(slots),
-            st.tokens.k,
-            st.tokens.v,
-            st.memory,
-        )
-        score = jnp.where(position >= 0, self._scores(held, st.pinned), jnp.inf)
-        age = jnp.where(position >= 0, position, slots)
+        position = self._positions(st)
+        tokens = self._tokens(st, position, st.length)
+        score = jnp.where(position >= 0, self._scores(tokens, st.pinned), jnp.inf)
+        age = jnp.where(position >= 0, position, st.tokens.slots)
         return jnp.lexsort((age, score), axis=-1)[..., : self.every].astype(jnp.int32)
 
     def _close_up(self, st: EvictingState, full: Array) -> EvictingState:
         """`st` less `every` tokens of each row that is `full` bool[B]; the others are rotated
         to their new places.
         """
-        nothing, most = st.tokens.k[:, :, :0], jnp.maximum(self._limit(st) - self.every, 1)
+        nothing = st.tokens.k[:, :, :0]
+        most = jnp.maximum(self._limit(st) - self.every, 1)
         most = jnp.broadcast_to(most, st.length.shape)
         return self._keep(st, nothing, nothing, jnp.zeros_like(st.length), None, (full, most))
 
@@ -629,7 +656,8 @@ class Evicting(Policy):
         turned = self.evictor.turn(q, st.tokens.count - st.length)
         parts = []
         for queries, slots in ((turned, slice(0, n)), (q, slice(n, None))):
-            k, v = st.tokens.k[:, :, slots], st.tokens.v[:, :, slots]
+            k = st.tokens.k[:, :, slots]
+            v = st.tokens.v[:, :, slots]
             parts.append(
                 attend_part(
                     queries.reshape(B, K, G * T, D), k, v, seen[..., slots], logits=logits
@@ -668,34 +696,45 @@ class Evicting(Policy):
         """i32[B, K]: the slot of lowest score among the `valid` bool[B, K, S]; of equals the
         oldest.
         """
-        position, slots = jnp.where(valid, st.position, -1), self._share(st.tokens.slots)
-        held = Tokens(st.evidence, position, end, slots, st.tokens.k, st.tokens.v, st.memory)
-        score = jnp.where(valid, lax.stop_gradient(self._scores(held, st.pinned)), jnp.inf)
+        position = jnp.where(valid, st.position, -1)
+        scores = self._scores(self._tokens(st, position, end), st.pinned)
+        score = jnp.where(valid, lax.stop_gradient(scores), jnp.inf)
         age = jnp.where(valid, st.position, NEVER)
         slot = lax.broadcasted_iota(jnp.int32, position.shape, 2)
         operands = (score, age, vary_with(slot, score))
         last = (jnp.float32(jnp.inf), jnp.int32(NEVER), jnp.int32(0))
 
-        def least(
-            a: tuple[Array, ...], b: tuple[Array, ...]
-        ) -> tuple[Array, ...]:  # in one launch
-            equal, older = a[0] == b[0], (a[1] < b[1]) | ((a[1] == b[1]) & (a[2] <= b[2]))
-            first = (a[0] < b[0]) | (equal & older)
+        def least(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
+            """The operands of the lower score; of equals the oldest, then of the lower slot."""
+            lower = a[0] < b[0]
+            equal = a[0] == b[0]
+            older = (a[1] < b[1]) | ((a[1] == b[1]) & (a[2] <= b[2]))
+            first = lower | (equal & older)
             return tuple(lax.select(first, x, y) for x, y in zip(a, b, strict=True))
 
-        slots_of: list[Array] = lax.reduce(operands, vary_with(last, score), least, (2,))
-        return slots_of[2]
+        # One reduction, which is one launch.
+        found: list[Array] = lax.reduce(operands, vary_with(last, score), least, (2,))
+        return found[2]
 
-    def _scores(self, held: Tokens, pinned: Array | None, order: Array | None = None) -> Array:
+    def _tokens(self, st: EvictingState, position: Array, end: Array) -> Tokens:
+        """The tokens in the slots, as the evictor sees them."""
+        share = self._share(st.tokens.slots)
+        return Tokens(st.evidence, position, end, share, st.tokens.k, st.tokens.v, st.memory)
+
+    def _scores(
+        self, tokens: Tokens, pinned: Array | None, order: Array | None = None
+    ) -> Array:
         """f32[B, K, L]: the scores of tokens, whose keys and values are yet to be put in `order`
         i32[B, K, L].
 
         Tokens that are `pinned`, bool[B, K, L], score higher than any other.
         """
         if type(self.evictor).score_all is not Evictor.score_all and order is not None:
-            k, v = (jnp.take_along_axis(a, order[..., None], axis=2) for a in (held.k, held.v))
-            held = held._replace(k=k, v=v)
-        score = self.evictor.score_all(held)
+            tokens = tokens._replace(
+                k=jnp.take_along_axis(tokens.k, order[..., None], axis=2),
+                v=jnp.take_along_axis(tokens.v, order[..., None], axis=2),
+            )
+        score = self.evictor.score_all(tokens)
         return score if pinned is None else jnp.where(pinned, jnp.inf, score)
 
     def _turned(self, st: EvictingState, q: Array) -> Array:
@@ -787,7 +826,8 @@ def move_tokens(st: EvictingState, source: Array, target: Array) -> EvictingStat
     """Copies the tokens in the slots `source` i32[B, K, n] to the slots `target`, S for none:
     one write for each, in place.
     """
-    (B, K, S), n = st.position.shape, source.shape[2]
+    B, K, S = st.position.shape
+    n = source.shape[2]
 
     def move(
         i: Array, done: tuple[EvictingState, Array, Array]

@@ -101,7 +101,9 @@ class Full(Policy):
         """Each step sees the tokens up to its own: the same arrays with a smaller length, in
         one pass over them.
         """
-        k, v, stop = st.tokens.k, st.tokens.v, lengths.T
+        k = st.tokens.k
+        v = st.tokens.v
+        stop = lengths.T
         start = lowest_visible(
             (stop if step.window else stop[:, :1]) - 1, step.window
         )  # without a window, for all
@@ -120,7 +122,8 @@ class Full(Policy):
 
     def _info(self, st: FullState, span: Span) -> Info:
         """The `Info` of a step that reads `span`, whose slots are those of the whole row."""
-        heads, slots = st.tokens.k.shape[:2], self._slots(st)
+        heads = st.tokens.k.shape[:2]
+        slots = self._slots(st)
         slot = lax.broadcasted_iota(jnp.int32, (span.stop.shape[0], slots), 1)
         positions = jnp.where(
             (slot >= span.start[:, None]) & (slot < span.stop[:, None]), slot, -1
@@ -202,7 +205,8 @@ class StripedFull(Full):
         return FullState(empty_block(spec, spec.capacity // parts), jnp.zeros(spec.batch, bool))
 
     def prefill(self, st: FullState, k: Array, v: Array, lengths: Array) -> FullState:
-        before, own = st.length, self._own(st)
+        before = st.length
+        own = self._own(st)
         after = jnp.minimum(before + lengths, self._slots(st))
         slots = (
             own.count[:, None]
@@ -232,7 +236,8 @@ class StripedFull(Full):
         ):  # one step after the other: the device's part of the tokens differs by step
             return attend_in_turn(self, self._shortened, st, q, step)
         window = step.window
-        own, start = self._own(st), self.stripes.owned(lowest_visible(st.length - 1, window))
+        own = self._own(st)
+        start = self.stripes.owned(lowest_visible(st.length - 1, window))
         part = ops.attend_span(
             q, Span(own.k, own.v, start, own.count), logits=step.logits, part=True
         )

@@ -69,7 +69,8 @@ class PerHead(Policy):
             check_verbs(f"PerHead({name}=...)", policy, "a policy", verbs, "kvjax.Full()")
 
     def init(self, spec: CacheSpec) -> PerHeadState:
-        n, K = len(self.heads), spec.kv_heads
+        n = len(self.heads)
+        K = spec.kv_heads
         if self.heads[-1] >= K or n == K:
             raise ValueError(
                 f"PerHead(heads={self.heads}) must list between 1 and {K - 1} of the {K} KV heads; for all "
@@ -166,14 +167,16 @@ class PerHead(Policy):
 
     def _join(self, selected: Array, others: Array) -> Array:
         """The two parts joined to [B, K, ...], each head in its place."""
-        K, heads = selected.shape[1] + others.shape[1], np.array(self.heads)
+        K = selected.shape[1] + others.shape[1]
+        heads = np.array(self.heads)
         order = np.argsort(np.concatenate([heads, np.setdiff1d(np.arange(K), heads)]))
         return jnp.concatenate([selected, others], axis=1)[:, order]
 
 
 def _pad_positions(a: Array, b: Array) -> tuple[Array, Array]:
     """Positions [B, K, H, M] of two policies, padded with -1 to the larger H and M of both."""
-    H, M = max(a.shape[2], b.shape[2]), max(a.shape[3], b.shape[3])
+    H = max(a.shape[2], b.shape[2])
+    M = max(a.shape[3], b.shape[3])
 
     def widen(x: Array) -> Array:
         x = jnp.broadcast_to(x, (*x.shape[:2], H, x.shape[3])) if x.shape[2] != H else x

@@ -148,7 +148,8 @@ class Retrieval(SelectedZones):
             return self.attend_all(st, q, step)
         if step.lengths is not None:
             return self._attend_steps(st, q, step.lengths, step)
-        count, active = st.store.count, step.active if in_host_memory(st.store) else None
+        count = st.store.count
+        active = step.active if in_host_memory(st.store) else None
         if active is not None:
             empty = jnp.where(active, count, 0)
             st = replace(st, store=self.store.with_count(st.store, empty))
@@ -216,7 +217,8 @@ class Retrieval(SelectedZones):
         """
         if step.window is not None or not self.selector.takes_steps:
             return attend_in_turn(self, self.shortened, st, q, step)
-        (B, K, _, T, _), queries = q.shape, steps_as_heads(q)
+        B, K, _, T, _ = q.shape
+        queries = steps_as_heads(q)
         selection = self.select(st, queries, step)
 
         def by_step(selection: Any) -> Any:
@@ -268,7 +270,8 @@ class Retrieval(SelectedZones):
 
     def over_context(self, axis: Axis, parts: int) -> Retrieval:
         policy = super().over_context(axis, parts)
-        stripes, unit = self.stripes(axis, parts), self.selector.unit
+        stripes = self.stripes(axis, parts)
+        unit = self.selector.unit
         if stripes.tokens % unit:
             raise ValueError(
                 f"Placement(context={axis!r}) splits chunks of {self.demote.leave} tokens over {parts} devices, which "

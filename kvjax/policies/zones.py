@@ -159,7 +159,8 @@ class Zoned(Policy):
 
     def _slots(self, spec: CacheSpec) -> int:
         """Slots of the history: whole chunks."""
-        chunk, stay = self.demote.leave, self._stay
+        chunk = self.demote.leave
+        stay = self._stay
         return max(whole_units(spec.capacity - self.sink - stay, chunk), chunk)
 
     def append(self, st: ZonedState, k: Array, v: Array, count: Array) -> ZonedState:
@@ -176,9 +177,11 @@ class Zoned(Policy):
         return replace(st, sink=sink[0] if sink else None, recent=recent, overflow=overflow)
 
     def prefill(self, st: ZonedState, k: Array, v: Array, lengths: Array) -> ZonedState:
-        dtype, slots, chunk = st.recent.k.dtype, st.recent.slots, self.demote.leave
-        k, v = k.astype(dtype), v.astype(dtype)
-        T, sink, to_sink = k.shape[2], st.sink, jnp.zeros_like(lengths)
+        dtype = st.recent.k.dtype
+        k = k.astype(dtype)
+        v = v.astype(dtype)
+        sink = st.sink
+        to_sink = jnp.zeros_like(lengths)
         if sink is not None:
             to_sink = jnp.minimum(sink.slots - sink.count, lengths)
             sink = put(sink, k, v, to_sink)
@@ -186,38 +189,37 @@ class Zoned(Policy):
         # The recent block and the new tokens are one line of tokens per row. Its front goes to
         # the history, as updates and flushes token by token would have moved it, and the rest
         # is the new block.
-        recent_count, total = st.recent.count, st.recent.count + lengths - to_sink
+        chunk = self.demote.leave
+        slots = st.recent.slots
+        was_recent = st.recent.count
+        total = was_recent + lengths - to_sink
         room = self.store.free(st.store) // chunk
-        stay = self._stay
-        chunks = jnp.clip((total - stay) // chunk, 0, room)
-        max_chunks = max(min((slots + T - stay) // chunk, st.store.slots // chunk), 0)
+        chunks = jnp.clip((total - self._stay) // chunk, 0, room)
+        moved = chunks * chunk
 
         def line(place: Array) -> tuple[Array, Array]:
             """Keys and values of the tokens at places i32[B or 1, X] of the line."""
-            source = jnp.where(
-                place < recent_count[:, None],
-                place,
-                slots + place - recent_count[:, None] + to_sink[:, None],
-            )
+            among_new = slots + place - was_recent[:, None] + to_sink[:, None]
+            source = jnp.where(place < was_recent[:, None], place, among_new)
             return (
                 take_rows(jnp.concatenate([st.recent.k, k], axis=2), source),
                 take_rows(jnp.concatenate([st.recent.v, v], axis=2), source),
             )
 
-        moved = chunks * chunk
+        longest = (slots + k.shape[2] - self._stay) // chunk
+        max_chunks = max(min(longest, st.store.slots // chunk), 0)
         if max_chunks > 0:
-            st = self.append(
-                st,
-                *line(self._history(jnp.arange(max_chunks * chunk, dtype=jnp.int32))[None]),
-                moved,
-            )
-        rk, rv = line(
-            self.demote.place(chunks[:, None], jnp.arange(slots, dtype=jnp.int32)[None])
-        )
+            front = self._history(jnp.arange(max_chunks * chunk, dtype=jnp.int32))[None]
+            st = self.append(st, *line(front), moved)
+
+        rest = self.demote.place(chunks[:, None], jnp.arange(slots, dtype=jnp.int32)[None])
+        rest_k, rest_v = line(rest)
         left = total - moved
         # Zeros past count, where padding of the prompt may have been copied.
         valid = (jnp.arange(slots, dtype=jnp.int32)[None] < left[:, None])[:, None]
-        recent = Block(keep_valid(rk, valid), keep_valid(rv, valid), jnp.minimum(left, slots))
+        recent = Block(
+            keep_valid(rest_k, valid), keep_valid(rest_v, valid), jnp.minimum(left, slots)
+        )
         return replace(st, sink=sink, recent=recent, overflow=st.overflow | (left > slots))
 
     def full_rows(self, st: ZonedState) -> Array:
@@ -226,18 +228,28 @@ class Zoned(Policy):
 
     def flush(self, st: ZonedState) -> ZonedState:
         full = self.full_rows(st)
-        leaving, staying = self.demote.leaving(self.local), self.demote.staying(self.local)
-        count, recent, stay = jnp.where(full, len(leaving), 0), st.recent, len(staying)
-        leaving_k, leaving_v = (take_places(a, leaving) for a in (recent.k, recent.v))
+        recent = st.recent
+
+        # The chunk that leaves goes to the history of full rows.
+        leaving = self.demote.leaving(self.local)
+        count = jnp.where(full, len(leaving), 0)
+        leaving_k = take_places(recent.k, leaving)
+        leaving_v = take_places(recent.v, leaving)
         after = self.append(st, leaving_k, leaving_v, count)
-        front = [
-            jnp.where(full[:, None, None, None], take_places(a, staying), a[:, :, :stay])
-            for a in (recent.k, recent.v)
-        ]
+
+        # The tokens that stay move to the front of the block.
+        staying = self.demote.staying(self.local)
+
+        def front_of(a: Array) -> Array:
+            first = a[:, :, : len(staying)]
+            return jnp.where(full[:, None, None, None], take_places(a, staying), first)
+
+        front = [front_of(recent.k), front_of(recent.v)]
         # In place, once all else is read; XLA would otherwise copy the block twice in every
         # step, full or not.
         front, after = computed_last(front, after, st)
-        k, v = map(put_first, (recent.k, recent.v), front)
+        k = put_first(recent.k, front[0])
+        v = put_first(recent.v, front[1])
         return replace(after, recent=Block(k, v, recent.count - count))
 
     # ---------------------------------------------------------------------------------------------- several tokens
@@ -279,36 +291,41 @@ class Zoned(Policy):
                 "kvjax.rollback can remove tokens of the recent block"
             )
         lengths, outside = in_range(lengths, jnp.zeros_like(lengths), st.length)
-        sink, rest = st.sink, lengths
+        sink = st.sink
+        rest = lengths  # tokens past the sink
         if sink is not None:
             sink = replace(sink, count=jnp.minimum(lengths, sink.slots))
             rest = lengths - sink.count
-        chunk, stay = self.demote.leave, self._stay
-        history_count = jnp.clip((rest - stay) // chunk, 0, st.store.count // chunk) * chunk
-
+        chunk = self.demote.leave
+        chunks = jnp.clip((rest - self._stay) // chunk, 0, st.store.count // chunk)
+        history_count = chunks * chunk
         history = self.store.truncate(st.store, history_count)
         index = self.truncate_index(st.index, history_count)
 
         # Slot r of the recent block gets the token at place history_count + r, from the history
         # or from the block.
-        place = history_count[:, None] + jnp.arange(st.recent.slots, dtype=jnp.int32)[None]
+        recent_slots = st.recent.slots
+        place = history_count[:, None] + jnp.arange(recent_slots, dtype=jnp.int32)[None]
         left = rest - history_count
         valid = (place - history_count[:, None] < left[:, None])[:, None]
-        whole = -(-st.recent.slots // self.store.page) * self.store.page
+
+        # A store may gather whole pages only.
+        whole = -(-recent_slots // self.store.page) * self.store.page
         slots = history_count[:, None] + jnp.arange(whole, dtype=jnp.int32)[None]
         stored = slots < st.store.count[:, None]
         shape = (*st.recent.k.shape[:2], 1, whole)
-        every = (jnp.where(stored, slots, 0), stored)
-        found = Selection(*(jnp.broadcast_to(a[:, None, None], shape) for a in every))
-        in_history = stored[:, None, : st.recent.slots, None]
+        selection = Selection(
+            jnp.broadcast_to(jnp.where(stored, slots, 0)[:, None, None], shape),
+            jnp.broadcast_to(stored[:, None, None], shape),
+        )
+        in_history = stored[:, None, :recent_slots, None]
 
         def moved(gathered: Array, block: Array) -> Array:
             later = take_rows(block, jnp.maximum(place - st.store.count[:, None], 0))
-            return keep_valid(
-                jnp.where(in_history, gathered[:, :, : st.recent.slots], later), valid
-            )
+            token = jnp.where(in_history, gathered[:, :, :recent_slots], later)
+            return keep_valid(token, valid)
 
-        k, v = self.store.gather(st.store, found)
+        k, v = self.store.gather(st.store, selection)
         recent = Block(moved(k, st.recent.k), moved(v, st.recent.v), left)
         return replace(
             st,
@@ -334,7 +351,8 @@ class Zoned(Policy):
         """i32[B, ...] positions of `slots` i32[B, ...]: s below S is a slot of the history, S +
         r one of the recent block."""
         by_row = (-1, *(1,) * (slots.ndim - 1))
-        sink, count = st.offset_store.reshape(by_row), st.store.count.reshape(by_row)
+        sink = st.offset_store.reshape(by_row)
+        count = st.store.count.reshape(by_row)
         if (
             self.demote.ordered
         ):  # the block continues where the history ends; fewer operations than `place`
@@ -389,11 +407,14 @@ class Zoned(Policy):
     @staticmethod
     def _visible_steps(st: ZonedState, lengths: Array) -> Visible:
         """`visible` of T steps with lengths i32[B, T]."""
-        sink, start = None, jnp.zeros((lengths.shape[0], 1), jnp.int32)  # one for all steps
+        # one for all steps
+        sink = None
+        start = jnp.zeros((lengths.shape[0], 1), jnp.int32)
         recent = lengths - st.store.count[:, None]
         if st.sink is not None:
             sink_stop = jnp.minimum(lengths, st.sink.slots)
-            sink, recent = Span(st.sink.k, st.sink.v, start, sink_stop), recent - sink_stop
+            sink = Span(st.sink.k, st.sink.v, start, sink_stop)
+            recent = recent - sink_stop
         seen = Span(st.recent.k, st.recent.v, start, recent)
         return Visible(lengths, None, None, jnp.zeros_like(st.store.count), seen, sink)
 
@@ -533,7 +554,8 @@ class SelectedZones(Zoned):
         """The `Info` of a step that attends to sink, local window and `selection`: M + sink +
         local positions.
         """
-        length, first = st.length[:, None], st.offset_recent[:, None]
+        length = st.length[:, None]
+        first = st.offset_recent[:, None]
         lead = selection.slots.shape[:3]
         sink = lax.broadcasted_iota(jnp.int32, (lead[0], self.sink), 1)
         local = length - self.local + jnp.arange(self.local, dtype=jnp.int32)[None]

@@ -20,7 +20,8 @@ from typing import Any
 from kvjax.validation import cut, short_repr
 
 TEXT_NAME = "name in text"  # metadata of a field whose setting has another name than the field
-TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+TRUE = ("true", "yes", "on", "1")
+FALSE = ("false", "no", "off", "0")
 
 
 def settings_of(make: Callable[..., Any]) -> dict[str, Any]:
@@ -42,7 +43,8 @@ def arguments_of(make: Callable[..., Any], settings: Mapping[str, Any]) -> dict[
     >>> arguments_of(presets.fier, {"budget": 256, "share": 4})
     {'budget': 256, 'layers': Layers(dense=2, share=4, anchors=None)}
     """
-    given, made = dict(settings), {}
+    given = dict(settings)
+    made = {}
     for p in inspect.signature(make).parameters.values():
         if own := {
             own: given.pop(name)

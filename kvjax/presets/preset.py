@@ -120,7 +120,9 @@ class Preset:
         """
         if not self.has_budget:
             return None
-        low, high = 0, self.settings["budget"]  # the default always works
+        # the default always works
+        low = 0
+        high = self.settings["budget"]
         if high is None:
             return None
         while high - low > 1:

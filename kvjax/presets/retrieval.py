@@ -196,7 +196,8 @@ def quest(
             f"quest(local={counted}) is less than a chunk of {chunk} tokens, which are always attended until they are "
             f"indexed; use at least {chunk}, or newest='select'"
         )
-    pages, always = (budget - sink - counted) // page, counted // page
+    pages = (budget - sink - counted) // page
+    always = counted // page
     needed = max(least_pages - always, 1)
     if pages < needed:
         raise ValueError(

@@ -77,7 +77,8 @@ class Fier(Selector):
             )
 
     def init(self, spec: CacheSpec, slots: int) -> OneBit:
-        lead, D = (spec.batch, spec.kv_heads), spec.head_dim
+        lead = (spec.batch, spec.kv_heads)
+        D = spec.head_dim
         groups = (*lead, slots // self.group, D)
         dtype = jnp.dtype(
             spec.dtype if jnp.dtype(spec.dtype).itemsize == 2 else jnp.bfloat16
@@ -90,7 +91,8 @@ class Fier(Selector):
 
     def append(self, ix: OneBit, k: Array, at: Array, count: Array) -> OneBit:
         new = quantize_1bit(k, self.group, ix.scale.dtype)
-        first, groups = at // self.group, count // self.group
+        first = at // self.group
+        groups = count // self.group
         return OneBit(
             write(ix.bits, new.bits, at, count),
             write(ix.scale, new.scale, first, groups),

@@ -68,13 +68,13 @@ class _Boxes(Paged):
         everything into one kernel: a reduction would be a second one.
         """
         B, K, _, P, page, D = keys.shape
-        largest, shape = (
-            jnp.asarray(jnp.finfo(keys.dtype).max, keys.dtype),
-            (B, K, seen.shape[2], P, 1, D),
-        )
-        low, high = jnp.full(shape, largest, keys.dtype), jnp.full(shape, -largest, keys.dtype)
+        largest = jnp.asarray(jnp.finfo(keys.dtype).max, keys.dtype)
+        shape = (B, K, seen.shape[2], P, 1, D)
+        low = jnp.full(shape, largest, keys.dtype)
+        high = jnp.full(shape, -largest, keys.dtype)
         for i in range(page):
-            key, here = keys[..., i : i + 1, :], seen[..., i : i + 1, :]
+            key = keys[..., i : i + 1, :]
+            here = seen[..., i : i + 1, :]
             low = jnp.where(here, jnp.minimum(low, key), low)
             high = jnp.where(here, jnp.maximum(high, key), high)
         return low, high
@@ -95,7 +95,8 @@ class _Boxes(Paged):
     def append(self, ix: Boxes, k: Array, at: Array, count: Array) -> Boxes:
         B, K, T, D = k.shape
         new = self.box(k.reshape(B, K, T // self.page, self.page, D))
-        first, pages = at // self.page, count // self.page
+        first = at // self.page
+        pages = count // self.page
         return Boxes(
             write(ix.low, new.low, first, pages), write(ix.high, new.high, first, pages)
         )
@@ -177,13 +178,12 @@ class CentrePages(_Boxes):
     def box_of_seen(self, keys: Array, seen: Array) -> tuple[Array, Array]:
         low, high = (x.astype(jnp.float32) for x in super().box_of_seen(keys, seen))
         centre = (high + low) / 2
-        distance, count = jnp.zeros_like(centre), jnp.zeros((), jnp.float32)
+        distance = jnp.zeros_like(centre)
+        count = jnp.zeros((), jnp.float32)
         for i in range(self.page):
             here = seen[..., i : i + 1, :]
             key = keys[..., i : i + 1, :].astype(jnp.float32)
-            distance, count = (
-                distance + jnp.where(here, jnp.abs(key - centre), 0),
-                count + here.astype(jnp.float32),
-            )
+            distance = distance + jnp.where(here, jnp.abs(key - centre), 0)
+            count = count + here.astype(jnp.float32)
         deviation = distance / jnp.maximum(count, 1)
         return (centre - deviation).astype(keys.dtype), (centre + deviation).astype(keys.dtype)

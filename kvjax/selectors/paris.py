@@ -146,7 +146,8 @@ class Paris(Selector):
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
         require_rotatable(spec.head_dim)
-        N, tiers = spec.head_dim // self.subspace, len(TIERS[self.votes])
+        N = spec.head_dim // self.subspace
+        tiers = len(TIERS[self.votes])
         if N * tiers > 255:
             raise ValueError(
                 f"Paris(subspace={self.subspace}, votes={self.votes!r}) counts votes in a byte, and {N} subspaces of "
@@ -159,7 +160,8 @@ class Paris(Selector):
             )
 
     def init(self, spec: CacheSpec, slots: int) -> ParisIndex:
-        lead, D = (spec.batch, spec.kv_heads, slots), spec.head_dim
+        lead = (spec.batch, spec.kv_heads, slots)
+        D = spec.head_dim
         N = D // self.subspace
         weights = jnp.dtype(jnp.uint16 if self.radius_bits == 16 else jnp.uint8)
         widths = N if self.radius_bits == 16 else 2 + N // 2
@@ -201,7 +203,8 @@ class Paris(Selector):
     def _counted(self, codes: Directions, counts: Array) -> ParisIndex:
         n = self._length(counts)
         band = jnp.sum(n[:, None] >= LENGTHS[None], axis=1, dtype=jnp.int32)
-        beta, rho = jnp.asarray(BETA)[band], jnp.asarray(RHO)[band]
+        beta = jnp.asarray(BETA)[band]
+        rho = jnp.asarray(RHO)[band]
         reach = (n * rho)[:, None] * TIERS[self.votes][None]
         wanted = (
             _round_up(n * beta, 20)
@@ -247,12 +250,14 @@ class Paris(Selector):
         """Scores as with an index of only the visible tokens."""
         if (window := candidates.window) is None:
             return self.score(ix, q, logits=logits)
-        B, S = ix.codes.signs.shape[0], ix.codes.signs.shape[2]
+        B = ix.codes.signs.shape[0]
+        S = ix.codes.signs.shape[2]
         start, stop = (
             jnp.broadcast_to(jnp.asarray(x, jnp.int32), (B,)) for x in candidates.span
         )
         i = jnp.arange(min(window, S), dtype=jnp.int32)[None]
-        place, seen = start[:, None] + i, i < (stop - start)[:, None]
+        place = start[:, None] + i
+        seen = i < (stop - start)[:, None]
         codes = Directions(*(take_rows(a, place) for a in ix.codes))
         visible = self._counted(
             codes, self._tally(jnp.zeros_like(ix.counts), codes.signs, seen)

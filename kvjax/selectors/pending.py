@@ -60,11 +60,14 @@ def with_points(candidates: Candidates, best: Array, page: int) -> Candidates:
     any head is its own.
     """
     _, start, stop = candidates.pending
-    (B, K, T), heads, D = best.shape[:3], best.shape[4], best.shape[5]
+    B, K, T = best.shape[:3]
+    heads = best.shape[4]
+    D = best.shape[5]
     points = jnp.take(best, jnp.arange(page, dtype=jnp.int32) % heads, axis=4).reshape(
         B, K, T, -1, D
     )
-    first, end = start // page * page, -(-(stop - candidates.local) // page) * page
+    first = start // page * page
+    end = -(-(stop - candidates.local) // page) * page
     end = jnp.where(jnp.asarray(stop) - candidates.local > start, end, first)
     return replace(
         candidates, pending=(points if T > 1 else points[:, :, 0], first, end), local=0

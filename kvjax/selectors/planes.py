@@ -59,7 +59,8 @@ class SignPlane(Selector):
 
     def score(self, ix: tuple[TurboBlock, TurboQuant], q: Array, *, logits: Logits) -> Array:
         stored, store = ix
-        signs, D = stored.k.signs, q.shape[-1]
+        signs = stored.k.signs
+        D = q.shape[-1]
         groups = signs.shape[2] // math.gcd(signs.shape[2], BLOCK)
         one = jnp.full((*signs.shape[:2], groups, D), _sign_size(D, store.bits), jnp.float32)
         code = OneBit(signs, one, jnp.zeros_like(one))

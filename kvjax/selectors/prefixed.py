@@ -72,8 +72,10 @@ class PrefixedSelector(Sharing, Wrapper):
         scores = jnp.concatenate(
             [groups.scatter(shared), self.selector.score(ix.own, q, logits=logits)], axis=3
         )
-        units, of_prefix = scores.shape[3], self.tokens // self.unit
-        unit, base = jnp.arange(units, dtype=jnp.int32)[None], ix.base[:, None] // self.unit
+        units = scores.shape[3]
+        of_prefix = self.tokens // self.unit
+        unit = jnp.arange(units, dtype=jnp.int32)[None]
+        base = ix.base[:, None] // self.unit
         source = jnp.where(unit < base, unit, jnp.minimum(unit - base + of_prefix, units - 1))
         return jax.vmap(lambda one, order: jnp.take(one, order, axis=2))(scores, source)
 

@@ -95,7 +95,8 @@ class HostOffload(Store):
             v,
         )
         B, K, T, D = k.shape
-        Z, n = self.page, T // self.page
+        Z = self.page
+        n = T // self.page
         new = [a.reshape(B, K, n, Z, D).astype(st.kv.dtype) for a in (k, v)]
         pages = jnp.minimum(count, T) // Z
         kv = ops.host_append(st.kv, new, st.count // Z, pages)
@@ -131,7 +132,8 @@ class HostOffload(Store):
         same time as other work.
         """
         before, *parts = recalled
-        index, known_pages = self._pages(selection, st.slots), self._whole_pages(st, before)
+        index = self._pages(selection, st.slots)
+        known_pages = self._whole_pages(st, before)
         edge = jnp.maximum(oldest, -1)
         edge = jnp.where(edge < 0, -1, st.kv.shape[2] + edge)
         on_device = known_pages, tuple(parts)
@@ -161,7 +163,8 @@ class HostOffload(Store):
         in order.
         """
         by_page = (*recalled.slots.shape[:2], -1, self.page)
-        slots, valid = recalled.slots.reshape(by_page), recalled.valid.reshape(by_page)
+        slots = recalled.slots.reshape(by_page)
+        valid = recalled.valid.reshape(by_page)
         first = slots[..., :1]
         whole = jnp.all(
             valid & (slots == first + jnp.arange(self.page, dtype=jnp.int32)[None, None, None]),
@@ -175,7 +178,8 @@ class HostOffload(Store):
         """i32[B, K, pages] of a selection: -1 where no token of a page is valid. Pages past the
         `stored` slots are numbered on by their first slot."""
         by_page = (*selection.slots.shape[:2], -1, self.page)
-        slots, valid = selection.slots.reshape(by_page), selection.valid.reshape(by_page)
+        slots = selection.slots.reshape(by_page)
+        valid = selection.valid.reshape(by_page)
         first = slots[..., :1]
         place = jnp.where(
             first < stored, quotient(first, self.page), first + (stored // self.page - stored)

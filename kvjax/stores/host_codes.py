@@ -60,7 +60,8 @@ class Coded(Store):
         """f32[B, K, D]: the mean of the first `count` i32[B] keys of k [B, K, T, D], at most
         `learn`.
         """
-        few, count = k[:, :, : self.learn].astype(jnp.float32), jnp.minimum(count, self.learn)
+        few = k[:, :, : self.learn].astype(jnp.float32)
+        count = jnp.minimum(count, self.learn)
         here = (
             jnp.arange(few.shape[2], dtype=jnp.int32)[None, None, :, None]
             < count[:, None, None, None]
@@ -118,7 +119,8 @@ class _HostCodes(Coded):
         self._rows.check(spec, chunk)
 
     def init(self, spec: CacheSpec, slots: int) -> CodedBlock:
-        width, heads = self.width(spec.head_dim), (spec.batch, spec.kv_heads)
+        width = self.width(spec.head_dim)
+        heads = (spec.batch, spec.kv_heads)
         codes = host_zeros((*heads, slots // self.page, 2, self.page, width), jnp.uint8)
         return CodedBlock(
             codes,

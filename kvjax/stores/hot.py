@@ -158,7 +158,8 @@ class HotSet(Wrapper):
         """
         B, K, _, M = selection.slots.shape
         if isinstance(selection, PackedSelection):
-            index, found = selection.slots, selection.found
+            index = selection.slots
+            found = selection.found
         else:
             index = jnp.where(selection.valid, selection.slots, -1)
             found = jnp.full((B, K, 1), M, jnp.int32)
@@ -168,9 +169,11 @@ class HotSet(Wrapper):
     def _place_pages(
         self, st: HotBlock, selection: Selection | PackedSelection
     ) -> tuple[Hot, Array, Array]:
-        slots, valid = selection.slots, selection.valid
+        slots = selection.slots
+        valid = selection.valid
         B, K, H, M = slots.shape
-        Z, stored = self.page, valid & (slots < st.slots)
+        Z = self.page
+        stored = valid & (slots < st.slots)
         by_page = (B, K, H * M // Z, Z)
         wanted = jnp.any(stored.reshape(by_page), axis=3)
         page = jnp.where(wanted, slots.reshape(by_page)[..., 0] // Z, -1)
@@ -263,10 +266,8 @@ def _once(page: Array, pages: int) -> tuple[Array, Array]:
     that first one is.
     """
     B, K, N = page.shape
-    row, head = (
-        jnp.arange(B, dtype=jnp.int32)[:, None, None],
-        jnp.arange(K, dtype=jnp.int32)[None, :, None],
-    )
+    row = jnp.arange(B, dtype=jnp.int32)[:, None, None]
+    head = jnp.arange(K, dtype=jnp.int32)[None, :, None]
     order = jnp.broadcast_to(jnp.arange(N, dtype=jnp.int32)[None, None], page.shape)
     first = (
         jnp.full((B, K, pages), N, jnp.int32)

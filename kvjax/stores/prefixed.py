@@ -94,8 +94,10 @@ class Prefixed(Sharing, Wrapper):
         """Returns the part of q [B, K, G, T, D] over the prefixes: the rows of a prefix are a
         chunk of n*T queries.
         """
-        (B, K, G, T, D), groups = q.shape, self.groups(st.prefix)
-        n, queries = groups.row.shape[1], jnp.moveaxis(groups.gather(q), 1, 3)
+        B, K, G, T, D = q.shape
+        groups = self.groups(st.prefix)
+        n = groups.row.shape[1]
+        queries = jnp.moveaxis(groups.gather(q), 1, 3)
         starts = None if start is None else groups.gather(start)
         at_once = SPANS if T == 1 and isinstance(self.store, Dense) else n
 
@@ -116,7 +118,8 @@ class Prefixed(Sharing, Wrapper):
         return PartialAttention(by_row(out, 0), by_row(lse, -jnp.inf))
 
     def gather(self, st: PrefixedBlock, selection: Selection) -> tuple[Array, Array]:
-        (B, K, H, M), (of_prefix, own) = selection.slots.shape, self._split(st, selection)
+        B, K, H, M = selection.slots.shape
+        of_prefix, own = self._split(st, selection)
         groups = self.groups(st.prefix)
         by_prefix = Selection(*(self._as_heads(groups.gather(a)) for a in of_prefix))
 
@@ -137,11 +140,13 @@ class Prefixed(Sharing, Wrapper):
         """Reads the selected slots; or each prefix once as a whole, if its rows select more
         than that of it.
         """
-        (B, K, H, M), groups = selection.slots.shape, self.groups(st.prefix)
+        B, K, H, M = selection.slots.shape
+        groups = self.groups(st.prefix)
         if not isinstance(self.store, Dense) or groups.row.shape[1] * H * M <= self.tokens:
             return super().attend_slots(st, q, selection, logits=logits)
         of_prefix, own = self._split(st, selection)
-        G, shared = q.shape[2], st.shared.value
+        G = q.shape[2]
+        shared = st.shared.value
         slots = jnp.where(of_prefix.valid, of_prefix.slots, self.tokens)
         at = *jnp.ix_(*map(jnp.arange, (B, K, H, M)))[:3], slots
         chosen = jnp.zeros((B, K, H, self.tokens), bool).at[at].set(True, mode="drop")

@@ -102,7 +102,8 @@ class Quantized(Store):
                 )
 
     def init(self, spec: CacheSpec, slots: int) -> QuantizedBlock:
-        lead, D = (spec.batch, spec.kv_heads), spec.head_dim
+        lead = (spec.batch, spec.kv_heads)
+        D = spec.head_dim
 
         def empty(bits: int, tokens: int, channels: int) -> QuantArray:
             codes = jnp.zeros((*lead, slots, D * bits // 8), jnp.uint8)
@@ -117,7 +118,8 @@ class Quantized(Store):
         )
 
     def append(self, st: QuantizedBlock, k: Array, v: Array, count: Array) -> QuantizedBlock:
-        tokens, start = self._key_tokens(), st.count
+        tokens = self._key_tokens()
+        start = st.count
         k, v = refuse_codes(self, k, v)
         new_k, new_v = self._quantize(k, v)
         return QuantizedBlock(

@@ -265,7 +265,8 @@ class Store:
         `page` i32[B, K, n] is the page of each place, and `used` i32[B, K, n] is 2 for those
         filled last.
         """
-        Z, (B, K, N) = self.page, at.shape
+        Z = self.page
+        B, K, N = at.shape
         source, to = pages_to_read(page, used, at)
         slots = (
             jnp.maximum(source, 0)[..., None] * Z
@@ -335,7 +336,8 @@ class Wrapper(Store):
 def flat(selection: Selection | PackedSelection, length: int) -> Selection:
     """[B, K, 1, length]: the slots of all heads one after the other, and room for more."""
     B, K, H, M = selection.slots.shape
-    (slots, valid), width = unpack(selection), ((0, 0), (0, 0), (0, 0), (0, length - H * M))
+    slots, valid = unpack(selection)
+    width = ((0, 0), (0, 0), (0, 0), (0, length - H * M))
     return Selection(
         jnp.pad(slots.reshape(B, K, 1, -1), width), jnp.pad(valid.reshape(B, K, 1, -1), width)
     )

@@ -80,7 +80,8 @@ class _Turbo(Coded):
 
     def codes(self, k: Array, v: Array) -> tuple[Directions, Directions]:
         """Codes of keys, which lack their offset, and of values [..., D]."""
-        (key_bits, value_bits), D = self.both_bits, k.shape[-1]
+        key_bits, value_bits = self.both_bits
+        D = k.shape[-1]
         # Behind a barrier: XLA would rotate anew for each bit of the codes.
         k, v = lax.optimization_barrier((self._rotate(k), self._rotate(v)))
         return encode(k, subspace=D, bits=key_bits), encode(
@@ -147,7 +148,8 @@ class TurboQuant(_Turbo):
     recalls = False
 
     def init(self, spec: CacheSpec, slots: int) -> TurboBlock:
-        lead, D = (spec.batch, spec.kv_heads), spec.head_dim
+        lead = (spec.batch, spec.kv_heads)
+        D = spec.head_dim
 
         def empty(bits: int) -> Directions:
             signs, sizes = (
@@ -187,9 +189,11 @@ class TurboQuant(_Turbo):
             )
             return decode(k) + st.offset[:, :, None], decode(v)
 
-        turned, offset = rotate(q, self.seed), st.offset
+        turned = rotate(q, self.seed)
+        offset = st.offset
         if logits.cap is not None:
-            st, offset = replace(st, offset=rotate(offset, self.seed)), jnp.zeros_like(offset)
+            st = replace(st, offset=rotate(offset, self.seed))
+            offset = jnp.zeros_like(offset)
         else:
             st = replace(st, offset=jnp.zeros_like(offset))
         part = attend_blocks(
@@ -299,7 +303,8 @@ class HostTurboQuant(_Turbo, _HostCodes):
 
     def decode_rotated(self, k: Array, v: Array, head_dim: int) -> tuple[Array, ...]:
         """Keys and values f32[..., D] of two rows, rotated."""
-        both, (first, second) = jnp.concatenate([k, v], axis=-1), self._widths(head_dim)
+        both = jnp.concatenate([k, v], axis=-1)
+        first, second = self._widths(head_dim)
 
         def one(row: Array) -> Array:
             weights = lax.bitcast_convert_type(row[..., -2:], jnp.uint16)[..., None]

@@ -178,7 +178,8 @@ def merge_parts(part: PartialAttention, axis: Axis) -> PartialAttention:
     all-gather of D + 1 numbers per query head.
     """
     every = lax.all_gather(jnp.concatenate([part.out, part.lse[..., None]], axis=-1), axis)
-    out, lse = every[..., :-1], every[..., -1]
+    out = every[..., :-1]
+    lse = every[..., -1]
     top = lax.stop_gradient(jnp.max(lse, axis=0, keepdims=True))
     shift = jnp.where(jnp.isneginf(top), 0.0, top)
     weight = jnp.exp(lse - shift)

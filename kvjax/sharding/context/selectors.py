@@ -148,7 +148,8 @@ class StripedSelector(Wrapper):
         """Returns the places of this device's best units among the units of all devices, where
         pending ones follow those of the history; NOWHERE for none.
         """
-        stripes, unit = self.stripes, self.unit
+        stripes = self.stripes
+        unit = self.unit
         in_history = stripes.place(best.slots * unit) // unit
         past_history = best.slots + units * (stripes.parts - 1)
         place = jnp.where(best.slots < units, in_history, past_history)
@@ -182,7 +183,8 @@ class StripedParis(StripedSelector):
         """Encodes all keys of the chunk on every device, counts their patterns, and stores the
         device's own keys.
         """
-        paris, stripes = self.selector, self.stripes
+        paris = self.selector
+        stripes = self.stripes
         room = Directions(
             *(jnp.zeros((*a.shape[:2], k.shape[2], *a.shape[3:]), a.dtype) for a in ix.codes)
         )
@@ -208,7 +210,8 @@ class StripedParis(StripedSelector):
     ) -> Array:
         if (window := candidates.window) is None:
             return self.score(ix, q, logits=logits)
-        paris, (B, _, S, _) = self.selector, ix.codes.signs.shape
+        paris = self.selector
+        B, _, S, _ = ix.codes.signs.shape
         bounds = (jnp.broadcast_to(jnp.asarray(x, jnp.int32), (B,)) for x in candidates.span)
         start, stop = (self.stripes.owned(x) for x in bounds)
         slot = (
@@ -234,7 +237,8 @@ class StripedParis(StripedSelector):
         """`Paris.score` of this device's keys, in a history of the slots [start, stop) of each
         device.
         """
-        paris, votes = self.selector, self.selector._votes(ix, q)
+        paris = self.selector
+        votes = self.selector._votes(ix, q)
         B, K, G, S = votes.shape
         slot = jnp.arange(S, dtype=jnp.int32)[None]
         seen = (slot >= jnp.reshape(jnp.asarray(start, jnp.int32), (-1, 1))) & (

@@ -175,7 +175,8 @@ class StripedCodes(StripedStore):
 
     def append(self, st: StripedState, k: Array, v: Array, count: Array) -> StripedState:
         codes: Any = self.store
-        parts, own = self.stripes.parts, self.stripes.own
+        parts = self.stripes.parts
+        own = self.stripes.own
         block = codes.append_coded(
             codes.learnt(self._own(st), k, count), own(k), own(v), count // parts
         )
