@@ -208,15 +208,15 @@ def main() -> None:
     if given.quick:
         given.tokens = min(given.tokens, 4000)
     chunk, block = alone(given)
-    rows = [measure(given, streams, chunk, block) for streams in (True, False)]
-    for row in rows:
+    what = "seconds by the host's clock, while an engine reads a long prompt"
+    for streams in (True, False):
+        row = measure(given, streams, chunk, block)
         for name, value in row.items():
             print(
                 f"{name:24} {value:.4f}" if isinstance(value, float) else f"{name:24} {value}"
             )
         show(row)
-    what = "seconds by the host's clock, while an engine reads a long prompt"
-    save(out_of(given, "while_reading.json"), what, rows, KEY)
+        save(out_of(given, "while_reading.json"), what, [row], KEY)
 
 
 if __name__ == "__main__":

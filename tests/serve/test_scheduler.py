@@ -150,6 +150,75 @@ def test_one_step_reads_no_more_than_it_may():
         assert max(len(step) for step in one.read) >= min(prompt_tokens // CHUNK, 2)
 
 
+def test_a_step_reads_chunks_up_to_the_last_token_of_its_budget():
+    """One below two chunks, just two, and one above; then no prompt begins."""
+    for more, chunks in ((-1, 1), (0, 2), (1, 2)):
+        one = machine(prompt_tokens=2 * CHUNK + more)
+        one.submit(3 * CHUNK)
+        one.run_step()
+        assert len(one.read[0]) == chunks
+    one = machine()
+    one.submit(CHUNK)
+    one.submit(CHUNK)
+    one.run_step()
+    assert one.log == ["Begin", "Read", "Assign"]
+
+
+def test_a_prompt_overtakes_by_what_the_others_have_left():
+    """Half of it: 64 tokens of 128 that are left, and no token more."""
+    for tokens, overtakes in ((CHUNK - 1, True), (CHUNK, True), (CHUNK + 1, False)):
+        one = machine()
+        one.submit(10 * CHUNK)
+        for _ in range(8):
+            one.run_step()
+        (other,) = one.submit(tokens)
+        one.run_step()
+        assert (other.state != "waiting") == overtakes
+
+
+def test_a_prompt_that_just_fits_in_a_small_slot_overtakes():
+    for size, overtakes in ((31, True), (32, True), (33, False)):
+        one = Machine(Scheduler([5000, 32], prompt_tokens=CHUNK, readers=3))
+        for tokens in (4096, 1000):  # both for the large slot
+            one.submit(tokens)
+            one.run_step()
+        (short,) = one.submit(size - 4)
+        one.run_step()
+        assert (short.state != "waiting") == overtakes
+
+
+def test_a_slot_is_wanted_if_a_request_could_run_in_it_at_once():
+    one = machine(slots=1, park=1)
+    assert not one.scheduler.wants_slot
+    (running,) = one.submit(8, new=10**6)
+    assert one.scheduler.wants_slot  # its prompt is read in the step that fills the slot
+    one.run_until(running)
+    assert not one.scheduler.wants_slot
+    one.submit(2 * CHUNK)
+    one.run_step()
+    assert not one.scheduler.wants_slot  # while a prompt is being read
+    one.run_step()
+    assert one.scheduler.wants_slot
+    for _ in range(3):
+        one.run_step()
+    assert one.scheduler.parked
+    assert one.scheduler.wants_slot
+
+
+def test_the_scheduler_knows_where_each_request_is():
+    one = machine(slots=2)
+    (running,) = one.submit(8, new=10**6)
+    one.run_until(running)
+    (reading,) = one.submit(4096)
+    one.run_step()
+    (waiting,) = one.submit(4096)
+    slots = [one.scheduler.slot_of(job) for job in (running, reading, waiting)]
+    assert slots == [0, None, None]
+    assert set(one.scheduler.requests()) == {running, reading, waiting}
+    one.scheduler.end(running)
+    assert set(one.scheduler.requests()) == {reading, waiting}
+
+
 def test_a_long_prompt_gets_every_other_chunk_however_many_short_ones_come():
     one = machine(slots=4)
     (long,) = one.submit(100 * CHUNK)
