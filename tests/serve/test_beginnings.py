@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from kvjax.serve import beginnings
-from kvjax.serve.beginnings import KeptRows, SharedPrefixes, same_tokens
+from kvjax.serve.beginnings import (
+    KeptRow,
+    KeptRows,
+    PrefixTree,
+    SharedPrefixes,
+    same_tokens,
+)
 from kvjax.serve.slots import SharedStart
 
 SINK = 2
@@ -111,6 +117,22 @@ def test_a_stored_prefix_serves_only_prompts_that_have_all_of_it():
     assert one.find(prompt(20), 1, [], 100) == SharedStart(1, 20)
     assert one.find(prompt(19), 1, [], 100) == SharedStart()
     assert one.find(prompt(41, first=2), 1, [], 100) == SharedStart()
+
+
+def test_a_prompt_fits_beside_a_prefix_that_is_stored():
+    """Of 40 tokens it holds 24, and a slot has room for the other 16, or for one less."""
+    one = shared(count=1)
+    one.store(SharedStart(0, 40), prompt(40))
+    assert one.find(prompt(40), 1, [], 16) == SharedStart(0, 40)
+    assert one.find(prompt(40), 1, [], 15) is None
+
+
+def test_a_prefix_that_holds_nothing_is_not_used():
+    one = shared()
+    least = SINK + LOCAL + CHUNK
+    for tokens, wanted in ((least - 1, SharedStart()), (least, SharedStart(0, least))):
+        one.store(SharedStart(0, tokens), prompt(tokens))
+        assert one.find(prompt(40), 1, [], 100) == wanted
 
 
 def test_the_prefix_that_was_not_used_for_longest_is_stored_over():
@@ -225,6 +247,18 @@ def test_copies_stay_as_they_are_when_their_rows_are_dropped():
     assert one.cache == "a"
     assert first.cache is None
     assert list(copies) == []
+
+
+def test_a_tree_has_no_nodes_that_no_row_needs():
+    tree = PrefixTree()
+    rows = [KeptRow(np.array(tokens), None, 0) for tokens in ([1, 2], [1, 2, 3, 4], [1, 2, 5])]
+    for row in rows:
+        tree.add(row)
+    tree.remove(rows[0])
+    tree.remove(rows[2])
+    (only,) = tree._root.children.values()
+    assert only.label.tolist() == [1, 2, 3, 4]
+    assert not only.children
 
 
 def test_tokens_are_the_same_up_to_the_first_that_differs():
