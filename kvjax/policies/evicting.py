@@ -215,7 +215,7 @@ class Evicting(Policy):
             written = write(by_head(keys), by_head(came), place, in_range.astype(jnp.int32))
             keys = written.reshape(keys.shape)
 
-        # What is known of the token in that slot is now that of the new one.
+        # The slot's evidence is now that of the new token.
         is_slot = jnp.arange(S, dtype=jnp.int32)[None, None] == slot[..., None]
         taken = is_slot & active[:, None, None]
         evidence = st.evidence
@@ -439,7 +439,7 @@ class Evicting(Policy):
         # A row that stores nothing stays as it is.
         takes, most = (lengths > 0, None) if room is None else room
 
-        # What is known of each token, and which ones are kept.
+        # Each token gets its evidence, and the best are kept.
         line = self._line(st, k, v, lengths)
         if line.evidence is not None and votes is not None:
             votes = jnp.take_along_axis(votes, line.source[:, :, None], axis=-1)
