@@ -89,7 +89,8 @@ def stage(folder: Path) -> None:
         _put(folder / path.relative_to(ROOT), path.read_text())
     own = list(REGISTRY)
     _put(folder / "docs" / "gallery.md", gallery(own))
-    notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"))
+    found = (ROOT / "notebooks").glob("*.ipynb")
+    notebooks = sorted(found, key=lambda path: int(path.stem.partition("_")[0]))
     for path in notebooks:
         (folder / "notebooks").mkdir(exist_ok=True)
         shutil.copyfile(path, folder / "notebooks" / path.name)
