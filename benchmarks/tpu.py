@@ -460,7 +460,7 @@ class KernelRow:
     """What the compiler makes of one kernel."""
 
     chip: str
-    kernel: str
+    name: str
     shapes: str
     bundles: int  # of the whole kernel, most of them of a step of its grid
     steps: int
@@ -499,7 +499,7 @@ def kernel_row(chip: str, capacity: int, dump: Path) -> KernelRow:
     clock = CLOCK.get(chip)
     return KernelRow(
         chip=chip,
-        kernel="score_1bit",
+        name="score_1bit",
         shapes=f"{capacity} tokens, 8 kv heads of 128, 4 query heads each",
         bundles=bundles,
         steps=moves.steps,

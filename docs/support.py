@@ -270,7 +270,7 @@ def page() -> str:
     return f"""# Support matrix
 
 `python -m docs.support` writes this page: it tries each feature on each method. Methods run on every platform of JAX,
-but none has run on a TPU or on one of AMD's GPUs: tests lower each preset's step and prompt for both, and the TPU's
+but none has run on a TPU or on one of AMD's GPUs: tests lower each preset's step and prompt for both, and the TPU
 compiler has compiled [some](#tpus). The kernels need an NVIDIA GPU of [these](#gpus) and jax 0.11 or later. Elsewhere
 plain JAX does the same work, or on any GPU attends to all where an H100 does so faster ([how
 fast](performance.md#the-same-in-plain-jax)). An export with kernels is for CUDA alone: make one for each platform.
@@ -320,20 +320,38 @@ table. With `--target 8.9` a larger GPU runs the forms of a smaller one.
 
 ## TPUs
 
-Compiled by the TPU's compiler, which needs no TPU, and never run on a chip. The table has what it says of a decode
-step of one layer of Llama-3.1-8B, budget 2048, in bf16, with the flush that a step may need: bytes read and written,
-beside dense attention that is written by hand and compiled in the same run; copies of arrays as large as the cache's;
-temporary memory; and the CPU seconds that it took to compile. Bytes are not time: a TPU begins each read of a token
-of 256 bytes as slowly as one of several KiB, so `fier` by single tokens gains less than its bytes say. `quest` and
-`fier:page=32` read pages. A loop whose rounds depend on the data, as in `logquant` and `kivi`, counts once.
+Compiled by the TPU compiler, which needs no TPU, and never run on a chip. The table has what it says of a decode
+step of one layer of Llama-3.1-8B, budget 2048, in bf16, with the flush that a step may need, beside dense attention
+that is written by hand and compiled in the same run: bytes read and written; reads by DMAs of their own, such as those
+of selected tokens and pages; copies of arrays as large as the cache's; temporary memory; and the CPU seconds that it
+took to compile.
+
+The time is derived, not measured: bytes at the chip's bandwidth, 30 ns for each DMA, and a kernel for TPUs as long as
+its bytes or its instructions take. It leaves out what XLA's own operations compute while nothing moves, such as the
+search for the highest scores, and the 30 ns were measured on no chip. By it, `fier` with single tokens does not pay
+on a v5e: its step has more than 30,000 DMAs, whatever scores the tokens. With keys and values side by side they would
+be half as many, and the step as long as dense attention. `fier:page=32` and `quest`, which read pages, take less than
+a third of its time with one row of 131072 tokens. A loop whose rounds depend on the data counts once, and so do reads
+in a loop.
 
 <!-- table: tpus -->
 <!-- end -->
 
-`pariskv` copies its codes to another layout in each step and moves more than dense attention does; `logquant` and
-`kivi` copy theirs with several rows. Steps of eight tokens and prompts have the logits of all their queries as
-temporary memory. `python benchmarks/tpu.py` compiles any preset for v5e, v6e and TPU7x. If you have a TPU, please run
-`kvjax compare --example --json` and send what it prints in an issue: `kvjax bench` is for GPUs.
+FIER's scores have a Pallas kernel for TPUs: in groups of 32 keys, with heads of 128 or 256, up to eight query heads a
+kv head, scales in bf16, and 4096 tokens of capacity or more. It reads the index that a GPU reads. Its instructions come
+in bundles, of which a v5e issues 1.5 billion a second; waiting for memory is left out. On the other chips its derived
+time is that of its bytes.
+
+<!-- table: tpu_kernels -->
+<!-- end -->
+
+Steps of eight tokens and prompts have the logits of all their queries as temporary memory, and with several rows the
+scores of FIER are some. `python -m benchmarks.tpu`
+compiles any preset for v5e, v6e and TPU7x. If you have a TPU, please run
+
+    kvjax bench --length 32K,128K --json
+
+and send what it prints in an issue. The notebook [On a TPU](../notebooks/10_on_a_tpu.ipynb) does that in Colab.
 
 An export for a TPU, from a machine with libtpu, needs
 `disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")]`.

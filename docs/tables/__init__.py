@@ -56,6 +56,7 @@ TABLES: dict[str, Callable[[], str]] = {
         guides.shared_quality, guides.shared_steps,
         scaling.cells, scaling.links, scaling.prompts, scaling.scaling, gpus.gpus, gpus.cards,
         tpus.tpus,
+        tpus.tpu_kernels,
     )
 }  # fmt: skip
 TABLES |= {name: partial(commands.block, name) for name in commands.PAGES}
