@@ -21,6 +21,7 @@ from kvjax.cache.cache import init
 from kvjax.evictors import Evictor
 from kvjax.policies import Full, PerLayer, Policy
 from kvjax.presets import Preset
+from kvjax.presets.loading import reference
 from kvjax.selectors import Selector
 from kvjax.spec import CacheSpec
 
@@ -132,7 +133,7 @@ def make_rows(
         caches of one name; no row that can be run. A budget that one cache of several cannot
         hold is no error: its row says so.
     """
-    asked = read_caches(caches)
+    asked = _told_apart(read_caches(caches))
     _require_use("--budget", budgets, asked, lambda preset: preset.has_budget, "has a budget")
     _require_use("--group-reduce", group_reduces, asked, has_group_reduce, "selects by a group")
     if budgets and not any(one.takes_budget for one in asked):
@@ -158,6 +159,21 @@ def make_rows(
                 origin[row.name] = one
     _require_one(list(found.values()))
     return list(found.values())
+
+
+def _told_apart(asked: Sequence[Asked]) -> list[Asked]:
+    """The caches, of which those of one name in several files have their file in the name."""
+    found = []
+    for one in asked:
+        same_name = [other for other in asked if other.preset.name == one.preset.name]
+        distinct = {repr(other.preset.own and other.preset.own.name) for other in same_name}
+        own = one.preset.own
+        wanted = None if own is None or one.label else reference(one.text)
+        if wanted is not None and len(distinct) > 1:
+            place = wanted.place.removesuffix(".py")
+            one = replace(one, preset=replace(one.preset, label=f"{place}.{wanted.name}"))
+        found.append(one)
+    return found
 
 
 def _is_same(one: Asked, other: Asked) -> bool:

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kvjax.validation import nearest, short_repr
+from kvjax.validation import cut, nearest, short_repr
 
 FILE = re.compile(r"(?P<place>.+?\.py)(?::(?P<name>[^:]*))?(?::(?P<rest>.*))?", re.DOTALL)
 MODULE = re.compile(
@@ -129,15 +129,21 @@ def _module(wanted: Reference, label: str) -> ModuleType:
         if file.is_file():
             cure = f"for a file write {file}:{wanted.name}"
         raise ValueError(f"{label}: there is no module {missing!r}; {cure}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{label}: importing {wanted.place} raised {_brief(error)}") from error
 
 
 def _run_file(path: Path, label: str) -> ModuleType:
     """The module of a file: the same one until the file changes."""
-    path = path.expanduser().resolve()
-    if not path.is_file():
-        raise ValueError(f"{label}: there is no file {path}; give the path of a Python file")
+    try:
+        path = path.expanduser().resolve()
+        known = path.is_file()
+    except (OSError, RuntimeError, ValueError):  # too long, no such user, a null byte
+        known = False
+    if not known:
+        raise ValueError(
+            cut(f"{label}: there is no file {path}; give the path of a Python file")
+        )
     changed = path.stat().st_mtime_ns
     if path in _files and _files[path][0] == changed:
         return _files[path][1]
@@ -151,7 +157,7 @@ def _run_file(path: Path, label: str) -> ModuleType:
         with _importable(path.parent):
             # Compiled here: bytecode on disk would be taken for a file that changed within a second.
             exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script may end in sys.exit()
         del sys.modules[name]
         raise ValueError(f"{label}: {path.name} raised {_brief(error, path)}") from error
     _files[path] = changed, module
@@ -173,7 +179,7 @@ def _importable(folder: Path) -> Iterator[None]:
             sys.path.remove(place)
 
 
-def _brief(error: Exception, path: Path | None = None) -> str:
+def _brief(error: BaseException, path: Path | None = None) -> str:
     """An error in a few words, and the line of `path` that raised it."""
     lines = [
         frame.lineno
@@ -183,9 +189,8 @@ def _brief(error: Exception, path: Path | None = None) -> str:
     if isinstance(error, SyntaxError):
         lines = [error.lineno]
     at = f" on line {lines[-1]}" if lines else ""
-    return (
-        f"{type(error).__name__}{at}: {error.msg if isinstance(error, SyntaxError) else error}"
-    )
+    says = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
+    return f"{type(error).__name__}{at}" + (f": {says}" if says else "")
 
 
 def _choices(place: str, names: list[str]) -> str:

@@ -104,7 +104,7 @@ class Own:
 
     def _call(self, settings: dict[str, Any]) -> Any:
         """A policy, or policies of all layers."""
-        budget = settings.get("budget")
+        budget = settings.get("budget", self._default_budget)
         asked = {p.name: settings[p.name] for p in self.settings if p.name in settings}
         if self.needs_budget and budget is None:
             raise ValueError(
@@ -125,6 +125,12 @@ class Own:
                 f"{got}, where {WANTED} is wanted; give for example kvjax.Retrieval(...)"
             )
         return made
+
+    @property
+    def _default_budget(self) -> int | None:
+        """The default of the argument `budget`; None without one."""
+        budgets = [p.default for p in self.settings if p.name == "budget"]
+        return budgets[0] if budgets and not self.needs_budget else None
 
     def _called(self, asked: dict[str, Any]) -> Any:
         try:
@@ -177,8 +183,12 @@ def _is_part(given: Any) -> bool:
 
 def _settings(name: str, make: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
     """The arguments of a function or class, to give by name."""
+    try:
+        parameters = inspect.signature(make).parameters.values()
+    except (TypeError, ValueError):  # Python does not know those of some functions in C
+        raise ValueError(f"{name} must be {WANTED}, got {short_repr(make)}") from None
     found = []
-    for p in inspect.signature(make).parameters.values():
+    for p in parameters:
         if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
             continue
         needed = p.default is p.empty

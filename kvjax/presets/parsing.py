@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -20,6 +21,10 @@ from typing import Any
 from kvjax.validation import cut, short_repr
 
 TEXT_NAME = "name in text"  # metadata of a field whose setting has another name than the field
+# Text between two commas: all that is in quotes or in brackets, and other characters.
+SETTING = re.compile(
+    r"""(?:^|(?<=,))(?:'[^']*'|"[^"]*"|\[[^][]*\]|\([^()]*\)|\{[^{}]*\}|[^,'"\[({])*(?=,|$)"""
+)
 TRUE = ("true", "yes", "on", "1")
 FALSE = ("false", "no", "off", "0")
 
@@ -77,6 +82,11 @@ def read_settings(
     >>> read_settings("shadowkv:budget=256,host=no,group_reduce=per_head", presets.shadowkv)
     {'budget': 256, 'host': False, 'group_reduce': 'per_head'}
 
+    A comma within quotes or brackets does not end a value:
+
+    >>> read_settings("razorattention:heads='a,b.json'", {"heads": None})
+    {'heads': 'a,b.json'}
+
     Raises:
       ValueError: a part that is not SETTING=VALUE, a name that `make` does not take, a name
         given twice, a bool that is neither true nor false.
@@ -85,7 +95,7 @@ def read_settings(
     rest = text[len(name) :].removeprefix(":")
     known = make if isinstance(make, Mapping) else settings_of(make)
     settings: dict[str, Any] = {}
-    for part in filter(None, rest.split(",")):
+    for part in filter(None, _parts(rest)):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if key not in known or not equals:
             cure = f"write NAME=VALUE, of {', '.join(known)}" if known else "it has no settings"
@@ -96,6 +106,14 @@ def read_settings(
             raise ValueError(cut(f"{where} {text}: {key} is given twice; give it once"))
         settings[key] = _read(value, known[key], f"{where} {text}: {key}")
     return settings
+
+
+def _parts(text: str) -> list[str]:
+    """The text between commas that stand outside of quotes and brackets. A quote or bracket that
+    is never closed is a character like others.
+    """
+    parts = SETTING.findall(text)
+    return parts if ",".join(parts) == text else text.split(",")
 
 
 def _read(value: str, default: Any, where: str) -> Any:

@@ -71,6 +71,10 @@ def wants(x):
 
 def breaks(budget=3):
     return {}["missing"]
+
+
+def part(budget=96):
+    return MeanKey()
 '''
 
 
@@ -94,6 +98,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("mine.py:Oldest:budget=32", 32, 0),
         ("mine.py:Oldest", 1024, 0),
         ("mine.py:fier", 64, 0),
+        ("mine.py:part", 96, 0),
+        ("mine.py:part:budget=64", 64, 0),
     ],
 )
 def test_text_names_what_a_file_has(folder: Path, text: str, budget: int, dense: int) -> None:
@@ -108,7 +114,7 @@ def test_text_names_what_a_file_has(folder: Path, text: str, budget: int, dense:
     [
         ("no.py:mine", r"cache no\.py:mine: there is no file /.*/no\.py; give the path"),
         ("mine.py:mien", r"cache mine\.py:mien: mine\.py has no 'mien'; did you mean 'mine'\?"),
-        ("mine.py:zzz", r"mine\.py has no 'zzz'; write mine\.py:NAME, such as mine\.py:breaks"),
+        ("mine.py:zzz", r"mine\.py has no 'zzz'; write mine\.py:NAME, such as mine\.py:part"),
         ("mine.py", r"cache mine\.py: names a file alone; write mine\.py:NAME"),
         (
             "mine.py:mine",
@@ -135,14 +141,61 @@ def test_text_names_what_a_file_has(folder: Path, text: str, budget: int, dense:
         ("mine:mine", r"there is no module 'mine'; for a file write mine\.py:mine"),
         ("fire:exact", "unknown cache 'fire:exact'; did you mean 'fier'"),
         ("os:path", "os:path must be a policy, .*, got a module"),
+        ("builtins:max", "builtins:max must be a policy, .*, got "),
+        ("exits.py:mine", r"exits\.py raised SystemExit on line 2: 3$"),
+        ("lines.py:mine", r"lines\.py raised ValueError on line 1: one two$"),
+        ("latin.py:mine", r"latin\.py raised SyntaxError"),
+        ("folder.py:mine", r"there is no file /.*/folder\.py"),
+        ("a" * 5000 + ".py:mine", r"there is no file .*give the path of a Python file"),
+        ("nul\0.py:mine", r"there is no file .*give the path of a Python file"),
     ],
 )
 def test_a_wrong_name_says_what_and_where(folder: Path, text: str, message: str) -> None:
     (folder / "syntax.py").write_text("x = 1\nx = = 2\n")
     (folder / "raises.py").write_text("y = x\n")
+    (folder / "exits.py").write_text("import sys\nsys.exit(3)\n")
+    (folder / "lines.py").write_text("raise ValueError('one\\ntwo')\n")
+    (folder / "latin.py").write_bytes(b"x = 'caf\xe9'\n")
+    (folder / "folder.py").mkdir()
     with pytest.raises(ValueError, match=message) as error:
         presets.parse(text)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["my methods.py", "a,b.py", "a:b.py", "x.python/mine.py", "C:\\mine.py", "é.py"]
+)
+def test_a_file_may_have_any_name(folder: Path, name: str) -> None:
+    file = folder / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(MINE)
+    made = presets.parse(f"{name}:mine:budget=96,unit=16")
+    assert made.rest.budget == 96  # type: ignore[attr-defined]
+
+
+def test_methods_of_one_name_are_called_by_their_files(folder: Path) -> None:
+    from kvjax.evaluate.caches import make_rows
+
+    (folder / "a").mkdir()
+    (folder / "a" / "mine.py").write_text(MINE)
+    both = ["mine.py:mine", "a/mine.py:mine", "full"]
+    assert [row.name for row in make_rows(both, budgets=[64])] == [
+        "mine.mine@64",
+        "a/mine.mine@64",
+        "full",
+    ]
+    assert [row.name for row in make_rows(both[:1], budgets=[64])] == ["mine@64"]
+
+
+def test_a_value_may_hold_a_comma(folder: Path) -> None:
+    (folder / "mine.py").write_text(
+        MINE + "\ndef named(file='', budget=64): return mine(budget)\n"
+    )
+    for text in ("file='a,b'", 'file="a,b"', "file=[1,2]", "file=(1,2)"):
+        assert presets.read(f"mine.py:named:budget=96,{text}")[1]["budget"] == 96
+    assert presets.read("mine.py:named:file='a,b'")[1] == {"file": "a,b"}
+    with pytest.raises(ValueError, match=r"\'b\' is not a setting"):
+        presets.parse("mine.py:named:file=a,b")
 
 
 def test_the_error_of_a_file_is_the_cause(folder: Path) -> None:
