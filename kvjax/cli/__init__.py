@@ -37,6 +37,7 @@ with naming_absent("the command kvjax"):
         perplexity,
         warm,
     )
+    from kvjax.cli.command import Command
     from kvjax.cli.terminal import collect_garbage, say, write
 
 # Silences transformers' advice about torch and XLA's startup warnings, which do not concern
@@ -104,7 +105,7 @@ _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
 }
 for _group, _commands in _GROUPS.items():
     for _name, _command in _commands.items():
-        app.command(_name, rich_help_panel=_group)(_command)
+        app.command(_name, cls=Command, rich_help_panel=_group)(_command)
 
 
 # Errors in the request: checks raise ValueError, and a path that the user gave may not exist or

@@ -4,7 +4,6 @@ sentence, before anything is compiled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -62,7 +61,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "raises.py").write_text("x = y\n")
     (tmp_path / "book.txt").write_text("It was the best of times, it was the worst. " * 30)
@@ -74,7 +73,10 @@ def refused(
     capsys: pytest.CaptureFixture[str], directory: Path, command: str, *args: str
 ) -> str:
     """The one line of error that a command ends with."""
-    needed = ["book.txt" if arg == "TEXT" else arg for arg in NEEDED[command]]
+    needed: list[str] = []
+    for option, value in zip(NEEDED[command][::2], NEEDED[command][1::2], strict=True):
+        if option not in args:
+            needed += [option, "book.txt" if value == "TEXT" else value]
     assert main([command, str(directory), *needed, *args]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("error: ")
@@ -165,3 +167,40 @@ def test_bench_says_what_it_does_where_there_is_no_gpu(
     assert "bench checks and times kernels, which run on an NVIDIA GPU or a TPU" in (
         capsys.readouterr().err
     )
+
+
+# An option with two values, on each command; only those that may be repeated take them.
+TWICE = {
+    "generate": ("--budget", "8", "--budget", "9"),
+    "compare": ("--dense-layers", "0", "--dense-layers", "1"),
+    "eval": ("--resume", "--no-resume"),
+    "perplexity": ("--dtype", "f32", "--dtype", "bf16"),
+    "chat": ("--cache", "full", "--cache", "fier"),
+    "warm": ("--cache", "full", "--cache", "fier"),
+}
+# An option with an empty path, as of a shell variable that is not set.
+EMPTY = {
+    "generate": "--prompt-file",
+    "compare": "--prompt-file",
+    "eval": "--out",
+    "perplexity": "--out",
+    "chat": "--resume",
+}
+
+
+def test_an_option_that_counts_once_is_given_once(
+    directory: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command, args in TWICE.items():
+        line = refused(capsys, directory, command, *args)
+        assert line == f"error: {args[0]} is given more than once; give it once"
+
+
+def test_an_empty_path_is_not_the_current_folder(
+    directory: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command, option in EMPTY.items():
+        line = refused(capsys, directory, command, option, "")
+        assert line == f"error: {option} is empty; give a path"
+    assert main(["warm", ""]) == 2
+    assert "error: MODEL_DIR is empty; give a path" in capsys.readouterr().err
