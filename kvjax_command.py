@@ -35,7 +35,7 @@ def end_at_interrupt() -> None:
 
     threading.Thread(target=wait, name="interrupt", daemon=True).start()
     signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
-    signal.signal(signal.SIGINT, lambda *_: None)  # in place of KeyboardInterrupt
+    signal.signal(signal.SIGINT, lambda *_: None)  # instead of KeyboardInterrupt
 
 
 def main() -> int:

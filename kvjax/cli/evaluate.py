@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -29,18 +29,29 @@ from kvjax.cli.terminal import bar, bars, say, show_markdown, write_json
 
 if TYPE_CHECKING:
     from kvjax.evaluate.caches import Row
+    from kvjax.evaluate.plan import Plan
     from kvjax.evaluate.store import Cell
     from kvjax.evaluate.tasks import Task
 
-# Defaults of --quick, which other options override: minutes on two CPU cores with a model of 26
-# M parameters.
-QUICK: dict[str, Any] = {
-    "task": ["needle", "needles"],
-    "cache": ["full", "fier", "quest", "snapkv", "streaming_llm"],
-    "budget": "32,64,256",
-    "length": "2K",
-    "samples": 24,
-}
+
+class Quick(NamedTuple):
+    """Defaults of --quick, which other options override."""
+
+    tasks: tuple[str, ...]
+    caches: tuple[str, ...]
+    budgets: str
+    length: str
+    samples: int
+
+
+# Takes minutes on two CPU cores with a model of 26 M parameters.
+QUICK = Quick(
+    tasks=("needle", "needles"),
+    caches=("full", "fier", "quest", "snapkv", "streaming_llm"),
+    budgets="32,64,256",
+    length="2K",
+    samples=24,
+)
 
 Tasks = Annotated[
     list[str] | None,
@@ -124,22 +135,25 @@ def evaluate(
         _report(read_cells(out), out, as_json)
         return
     from kvjax.evaluate.caches import make_rows, without_budget
-
-    if quick:
-        task, cache = task or QUICK["task"], cache or QUICK["cache"]
-        length, samples = length or QUICK["length"], samples or QUICK["samples"]
-        budget = budget or (QUICK["budget"] if without_budget(cache) else None)
-
     from kvjax.evaluate.tasks import make_tasks
     from kvjax.spec import require_int
 
+    # Parse: what is wrong is said here, before examples are made.
+    if quick:
+        task = task or list(QUICK.tasks)
+        cache = cache or list(QUICK.caches)
+        length = length or QUICK.length
+        samples = samples or QUICK.samples
+        if budget is None and without_budget(cache):
+            budget = QUICK.budgets
     require_int("--batch", batch, at_least=1)
     require_int("--seed", seed, at_least=0)
     check_folder("--out", out)
-    lengths = None if length is None else sizes("--length", length)
+    directory = model_directory(model_dir)
+    kind = dtype_name(dtype)
     tasks = make_tasks(
         task or ["needles"],
-        lengths=lengths,
+        lengths=None if length is None else sizes("--length", length),
         samples=samples,
         seed=seed,
         text=text,
@@ -151,17 +165,15 @@ def evaluate(
         dense_layers=dense_layers,
         group_reduces=None if group_reduce is None else group_reduce.split(","),
     )
-    settings: dict[str, Any] = {"dtype": dtype_name(dtype), "resume": resume}
-    cells = _run(
-        model_directory(model_dir),
-        tasks,
-        rows,
-        batch=batch,
-        parallel=parallel,
-        out=out,
-        **settings,
-    )
-    _report(cells, out, as_json)
+
+    # Run.
+    plans = _prepare(directory, tasks, rows, dtype=kind, resume=resume, out=out)
+    _print_what_is_there(plans, out)
+    if any(plan.done < plan.total for plan in plans):
+        _run(directory, plans, dtype=kind, batch=batch, parallel=parallel)
+
+    # Print.
+    _report(_cells(plans), out, as_json)
 
 
 def _given(ctx: typer.Context, *, but: Collection[str]) -> list[str]:
@@ -182,72 +194,96 @@ def _given(ctx: typer.Context, *, but: Collection[str]) -> list[str]:
     return names
 
 
-def _run(
+def _prepare(
     directory: Path,
     tasks: Sequence[Task],
     rows: Sequence[Row],
     *,
-    batch: int,
-    parallel: int,
+    dtype: str,
+    resume: bool,
     out: Path,
-    **settings: Any,
-) -> list[Cell]:
-    """Scores the tasks; `settings` go to `plan.prepare` of each."""
-    import jax
+) -> list[Plan]:
+    """Makes the examples of each task, and finds the answers that --out has already."""
+    from kvjax.evaluate import plan
+    from kvjax.evaluate.provenance import model_digest
 
-    from kvjax.evaluate import accuracy, plan
-    from kvjax.evaluate.provenance import model_digest, source_digest
-
-    progress, plans = bars(), list[plan.Plan]()
     checkpoint = without_weights(directory)
+    plans: list[Plan] = []
+    progress = bars()
     with progress, bar(progress, "making examples") as advance_to:
         digest = model_digest(directory)
         for task in tasks:
             advance_to(len(plans), len(tasks), task.name)
             plans.append(
                 plan.prepare(
-                    checkpoint, task, rows, out=out / "results", model=digest, **settings
+                    checkpoint,
+                    task,
+                    rows,
+                    dtype=dtype,
+                    out=out / "results",
+                    model=digest,
+                    resume=resume,
                 )
             )
-    for name, note in {name: note for one in plans for name, note in one.notes.items()}.items():
+    return plans
+
+
+def _print_what_is_there(plans: Sequence[Plan], out: Path) -> None:
+    """Prints the notes on caches, and how many answers there are."""
+    from kvjax.evaluate.provenance import source_digest
+
+    notes: dict[str, str] = {}
+    for plan in plans:
+        notes |= plan.notes
+    for name, note in notes.items():
         say(f"{name} {note}")
-    cells = [cell for one in plans for cell in one.cells.values()]
-    total, done = sum(one.total for one in plans), sum(one.done for one in plans)
-    if done:
-        old = {made["source"] for cell in cells for made in cell.head.get("made", [])} - {
-            source_digest()
-        }
-        other = (
-            ", some by different source code of the same version; --no-resume computes them again"
-            if old
-            else ""
-        )
-        say(f"{done} of {total} answers are in {out / 'results'} already{other}")
-    if done == total:
-        return cells
+    done = sum(plan.done for plan in plans)
+    if not done:
+        return
+    sources = {made["source"] for cell in _cells(plans) for made in cell.head.get("made", [])}
+    other = ""
+    if sources - {source_digest()}:
+        other = ", some by different source code of the same version; --no-resume computes them again"
+    total = sum(plan.total for plan in plans)
+    say(f"{done} of {total} answers are in {out / 'results'} already{other}")
+
+
+def _run(
+    directory: Path, plans: Sequence[Plan], *, dtype: str, batch: int, parallel: int
+) -> None:
+    """Computes the answers that the plans lack."""
+    import jax
+
+    from kvjax.evaluate import accuracy, plan
+
+    progress = bars()
     with progress:
         with bar(progress, "loading weights"):
-            loaded = load_checkpoint(directory, dtype=settings["dtype"])
+            loaded = load_checkpoint(directory, dtype=dtype)
         # On a GPU a program takes longer to compile than its empty slots take to read.
-        capacity = (
-            None if jax.default_backend() == "cpu" else max(one.capacity for one in plans)
-        )
-        room = accuracy.question_columns(
-            max(len(fed) for one in plans for fed in one.fed.values())
-        )
-        answer = partial(accuracy.answer, room=room)
+        on_cpu = jax.default_backend() == "cpu"
+        capacity = None if on_cpu else max(one.capacity for one in plans)
+        longest = max(len(tokens) for one in plans for tokens in one.fed.values())
+        answer = partial(accuracy.answer, room=accuracy.question_columns(longest))
         for number, one in enumerate(plans, 1):
             what = f"task {number} of {len(plans)}, {one.task.name}"
             with bar(progress, what, total=one.total) as advance_to:
-                how: dict[str, Any] = {
-                    "batch": batch,
-                    "parallel": parallel,
-                    "capacity": capacity,
-                }
-                plan.run(loaded, one, answer, **how, progress=advance_to)
+                plan.run(
+                    loaded,
+                    one,
+                    answer,
+                    batch=batch,
+                    parallel=parallel,
+                    capacity=capacity,
+                    progress=advance_to,
+                )
             if progress.disable:  # no terminal: log a line per task
                 say(f"{what}: {one.done} answers")
-    return cells
+
+
+def _cells(plans: Sequence[Plan]) -> list[Cell]:
+    """The cells of all plans, one for each task and cache."""
+    return [cell for plan in plans for cell in plan.cells.values()]
 
 
 def _report(cells: Sequence[Cell], out: Path, as_json: bool) -> None:

@@ -49,7 +49,7 @@ def perplexity(
     share: Annotated[
         float | None,
         optional(
-            f"The budget as a share of the context, in place of --budget. Default: {DEFAULT_SHARE}."
+            f"The budget as a share of the context, instead of --budget. Default: {DEFAULT_SHARE}."
         ),
     ] = None,
     steps: Annotated[

@@ -7,24 +7,32 @@ of programs is turned on, and where JAX's warnings about it become one line.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
-    from kvjax.models import Checkpoint
+    from kvjax import Placement
+    from kvjax.models import Checkpoint, Decoder
 
 _UNREADABLE = "Error reading persistent compilation cache"
 _UNWRITABLE = "Error writing persistent compilation cache"
 
 
-def load_checkpoint(directory: Path, dtype: DTypeLike | None = None, **how: Any) -> Checkpoint:
+def load_checkpoint(
+    directory: Path,
+    dtype: DTypeLike | None = None,
+    *,
+    placement: Placement | None = None,
+    on_shapes: Callable[[Decoder], None] | None = None,
+) -> Checkpoint:
     """`kvjax.models.load`, after the folder of compiled programs is turned on."""
     from kvjax import models
 
     keep_programs()
-    return models.load(directory, dtype=dtype, **how)
+    return models.load(directory, dtype=dtype, placement=placement, on_shapes=on_shapes)
 
 
 def keep_programs() -> Path | None:

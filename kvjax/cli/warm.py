@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +15,7 @@ from kvjax.cli.options import (
     CacheName,
     Dtype,
     ModelDir,
+    check_holds,
     dtype_name,
     make_policy,
     model_directory,
@@ -23,6 +24,11 @@ from kvjax.cli.options import (
 )
 from kvjax.cli.programs import keep_programs
 from kvjax.cli.terminal import say
+
+if TYPE_CHECKING:
+    from kvjax import Cache, CacheSpec
+    from kvjax.models import Checkpoint, Decoder
+    from kvjax.policies import PerLayer
 
 
 def warm(
@@ -51,52 +57,79 @@ def warm(
     import jax
     from flax import nnx
 
-    import kvjax
-    from kvjax.generation.sampling import Sampling, sampling
-    from kvjax.generation.streaming import abstract_cache, compile_ahead
     from kvjax.models import Decoder
     from kvjax.spec import round_capacity
 
+    # Parse.
     policy, _ = make_policy(cache, budget)
-    directory, kind = model_directory(model_dir), dtype_name(dtype)
-    checkpoint, tokens = without_weights(directory), size("--capacity", capacity)
+    kind = dtype_name(dtype)
+    tokens = size("--capacity", capacity)
+    checkpoint = without_weights(model_directory(model_dir))
     positions = checkpoint.config.max_positions
     if positions is not None and tokens > positions:
         raise ValueError(
             f"--capacity {capacity} is more than the model's {positions} positions; give at most {positions}"
         )
+    check_holds(cache, policy, checkpoint, kind)
     folder = keep_programs()
     if folder is None:
         raise ValueError(
             "the cache of compiled programs is off, so that nothing could be kept; turn it on"
         )
+
+    # Run.
+    begin = time.perf_counter()
+    before = _bytes(folder)
     model = nnx.eval_shape(lambda: Decoder(checkpoint.config, dtype=kind))
     rounded = round_capacity(tokens, rows=batch, positions=positions)
     spec = model.spec(batch=batch, capacity=rounded)
-    empty: Any = partial(kvjax.init, policy, spec, layers=checkpoint.config.layers)
-    empty = abstract_cache(empty) or empty()
-    begin, before = time.perf_counter(), _bytes(folder)
-    draws, jobs = [Sampling(), *([sampling(1.0)] if temperature else [])], list[Any]()
-    for draw, short in [(draw, short) for draw in draws for short in (False, True)]:
-        settings: dict[str, Any] = {
-            "sampling": draw,
-            "stop_tokens": checkpoint.stop_tokens,
-            "measure": True,
-        }
-        settings |= {
-            "processors": checkpoint.processors,
-            "short": short,
-            "prompts": not short and draw is draws[0],
-        }
-        found = compile_ahead(model, empty, None, **settings)
-        jobs += [] if short and len(found) == 1 else found  # else the same loop again
+    programs = _programs(checkpoint, model, policy, spec, draws=temperature)
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda job: job(), jobs))
-    seconds, added = time.perf_counter() - begin, _bytes(folder) - before
+        list(pool.map(lambda compile_it: compile_it(), programs))
+
+    # Print.
+    seconds = time.perf_counter() - begin
+    added = (_bytes(folder) - before) / 2**20
     say(
-        f"{len(jobs)} programs for {batch} row{'s' * (batch > 1)} of {rounded} tokens in {seconds:.1f} s on "
-        f"{jax.devices()[0].device_kind}; {added / 2**20:.1f} MiB more in {folder}"
+        f"{len(programs)} programs for {batch} row{'s' * (batch > 1)} of {rounded} tokens in {seconds:.1f} s on "
+        f"{jax.devices()[0].device_kind}; {added:.1f} MiB more in {folder}"
     )
+
+
+def _programs(
+    checkpoint: Checkpoint, model: Decoder, policy: PerLayer, spec: CacheSpec, *, draws: bool
+) -> list[Callable[[], Any]]:
+    """Functions that each compile a program of long or short answers, greedy ones and, with
+    `draws`, drawn ones.
+    """
+    import kvjax
+    from kvjax.generation.sampling import Sampling, sampling
+    from kvjax.generation.streaming import abstract_cache, compile_ahead
+
+    def empty() -> Cache:
+        return kvjax.init(policy, spec, layers=checkpoint.config.layers)
+
+    cache = abstract_cache(empty) or empty()
+    greedy = Sampling()
+    found: list[Callable[[], Any]] = []
+    for sampled in [greedy, sampling(1.0)] if draws else [greedy]:
+        for short in (False, True):
+            programs = compile_ahead(
+                model,
+                cache,
+                None,
+                sampling=sampled,
+                stop_tokens=checkpoint.stop_tokens,
+                processors=checkpoint.processors,
+                measure=True,
+                short=short,
+                # Prompts are read in the same way for all answers.
+                prompts=sampled is greedy and not short,
+            )
+            # One program for short answers is the loop of long ones again.
+            if not short or len(programs) > 1:
+                found += programs
+    return found
 
 
 def _bytes(folder: Path) -> int:

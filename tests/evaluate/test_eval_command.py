@@ -236,7 +236,7 @@ def test_quick_fills_in_what_is_not_asked_for(run, checkpoint, tmp_path):
     code, _, err = run(checkpoint, "--quick", "--out", tmp_path)
     assert code == 2
     assert re.search(r"do not fit in the model's 512 positions", err)
-    assert QUICK["length"] == "2K"
+    assert QUICK.length == "2K"
     code, _, err = run(
         checkpoint, "--quick", "--length", "300", "--cache", "fire", "--out", tmp_path
     )
