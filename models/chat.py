@@ -164,18 +164,13 @@ class Chat:
           FileNotFoundError: the directory has no saved conversation.
           ValueError: it is of another model, or its cache of another policy.
         """
-        file = Path(directory) / CHAT
-        if not file.is_file():
-            raise FileNotFoundError(
-                f"{directory} has no saved conversation; Chat.save makes one"
-            )
-        kept = read_object(file, cure="give the folder of a conversation that Chat.save wrote")
+        kept = read_saved(directory)
         if kept["model"] != repr(self._checkpoint.config):
             raise ValueError(
                 f"the conversation in {directory} was saved with another model; restore it with that one"
             )
         cache = None
-        folder = file.parent / "cache"
+        folder = Path(directory) / "cache"
         if folder.is_dir() and kept["step"] in saved_steps(folder):
             like = self._make_cache(kept["capacity"])
             cache = restore(folder, like, step=kept["step"])
@@ -254,6 +249,34 @@ class Chat:
         ):  # its policy cannot; but perhaps only the spelling of the answer differs
             rest = self._checkpoint.chat_template.after(held, messages, ids, self._template)
             return (cache, held, rest) if rest else (None, [], ids)
+
+
+def read_saved(directory: str | Path) -> dict[str, Any]:
+    """Returns the parts that `Chat.save` wrote beside the cache.
+
+    Raises:
+      FileNotFoundError: the directory has no saved conversation.
+      ValueError: its file is damaged.
+    """
+    file = Path(directory) / CHAT
+    if not file.is_file():
+        raise FileNotFoundError(f"{directory} has no saved conversation; Chat.save makes one")
+    cure = "give the folder of a conversation that Chat.save wrote"
+    kept = read_object(file, cure=cure)
+    messages = kept.get("messages")
+    tokens = kept.get("tokens")
+    whole = (
+        isinstance(kept.get("model"), str)
+        and isinstance(messages, list)
+        and all(isinstance(message, dict) and "role" in message for message in messages)
+        and isinstance(tokens, list)
+        and all(type(token) is int for token in tokens)
+        and type(kept.get("turns")) is int
+        and all(name in kept for name in ("step", "capacity"))
+    )
+    if not whole:
+        raise ValueError(f"{file} is damaged: it lacks a part of the conversation; {cure}")
+    return kept
 
 
 def default_new_tokens(prompt: int, positions: int | None) -> int:

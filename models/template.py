@@ -82,7 +82,7 @@ class Template:
         """Raises ValueError for a setting that the template never looks at, so that it would
         change nothing. A template that cannot be read without transformers passes.
         """
-        used = self._names()
+        used = self._names() if settings else None
         if not settings or used is None:
             return
         tokens = set(self._tokenizer.special_tokens_map)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,20 +16,28 @@ from kvjax.cli.options import (
     Seed,
     Speculate,
     Temperature,
+    TemplateSettings,
     TopP,
     check_folder,
+    check_holds,
+    check_new_tokens,
+    check_seed,
     dtype_name,
     make_policy,
     model_directory,
     optional,
+    template_settings,
+    without_weights,
 )
 from kvjax.cli.programs import load_checkpoint
 from kvjax.cli.terminal import bar, bars, say, write
 
 if TYPE_CHECKING:
+    from kvjax.models import Checkpoint
     from kvjax.models.chat import Chat
 
 LEAVE = ("/exit", "/quit")
+SAVE = "/save"
 
 
 def chat(
@@ -40,6 +49,7 @@ def chat(
     system: Annotated[
         str | None, typer.Option(help="The message that opens the conversation.")
     ] = None,
+    template: TemplateSettings = None,
     max_new_tokens: Annotated[
         int | None, optional("Maximum number of tokens of an answer.")
     ] = None,
@@ -59,54 +69,127 @@ def chat(
     """Talks with a chat model; its cache is kept between turns.
 
     Each line of stdin is a message, and the answer streams to stdout. /exit, or the end of the
-    input, ends it.
+    input, ends it. /save DIR saves the conversation so far, for --resume DIR; /save alone saves
+    to the folder of --resume.
     """
+    from kvjax.generation import drafts
+    from kvjax.generation.sampling import requested_sampling
 
-    from kvjax.models.chat import CHAT
-
+    # Parse: what is wrong is said here, before the weights are read.
     policy, _ = make_policy(cache, budget)
-    kind, directory = dtype_name(dtype), model_directory(model_dir)
-    check_folder("--resume", resume)
-    asks = sys.stdin.isatty()
-    if not asks:  # a reader of a pipe sees at once that it runs
+    settings = template_settings(template)
+    requested_sampling(temperature, top_p=top_p)
+    check_seed(seed)
+    check_new_tokens(max_new_tokens)
+    draft = None if speculate is None else drafts.parse(speculate)
+    kind = dtype_name(dtype)
+    directory = model_directory(model_dir)
+    goes_on = _is_saved(resume)
+    if goes_on and system is not None:
+        raise ValueError(
+            f"--system opens a conversation, and {resume} holds one that has begun; leave it out, "
+            "or give another folder"
+        )
+    unloaded = without_weights(directory)
+    check_holds(cache, policy, unloaded, kind, draft)
+    _check_template(unloaded, settings)
+
+    # Run.
+    on_terminal = sys.stdin.isatty()
+    if not on_terminal:  # a reader of a pipe sees at once that it runs
         say(f"loading {directory.name}; each line of stdin is a message")
     progress = bars()
     with progress, bar(progress, "loading weights"):
         checkpoint = load_checkpoint(directory, dtype=kind)
-    sampled: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "seed": seed}
     talk = checkpoint.chat(
         system=system,
         cache=policy,
         max_new_tokens=max_new_tokens,
-        speculate=speculate,
-        **sampled,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        speculate=draft,
+        template=settings,
     )
-    if resume is not None and (resume / CHAT).is_file():
+    if goes_on and resume is not None:
         talk.restore(resume)
         say(f"going on after {len(talk.messages)} messages in {resume}")
     try:
-        _talk(talk, asks)
+        _talk(talk, resume, on_terminal)
     finally:
         if resume is not None and talk.messages:
             talk.save(resume)
 
 
-def _talk(talk: Chat, asks: bool) -> None:
+def _is_saved(folder: Path | None) -> bool:
+    """True if a folder holds a conversation.
+
+    Raises:
+      ValueError: it can hold none, or the conversation is damaged.
+    """
+    from kvjax.models.chat import CHAT, read_saved
+
+    check_folder("--resume", folder)
+    if folder is None or not (folder / CHAT).is_file():
+        return False
+    read_saved(folder)
+    return True
+
+
+def _check_template(checkpoint: Checkpoint, settings: Mapping[str, Any] | None) -> None:
+    """Raises ValueError for a model without a chat template, or a setting that it does not use."""
+    checkpoint.chat_template.check_used(settings, where="--template")
+    checkpoint.render_chat("hello", template=settings)
+
+
+def _talk(talk: Chat, folder: Path | None, on_terminal: bool) -> None:
     """Answers the lines of stdin until they end."""
-    while True:
-        if asks:
-            write("> ")
-        line = sys.stdin.readline()
+    for line in _lines(on_terminal):
         message = line.strip()
-        if not line or message in LEAVE:
+        if message in LEAVE:
             return
-        if not message:
-            continue
+        if message.partition(" ")[0] == SAVE:
+            _save(talk, message.removeprefix(SAVE).strip(), folder)
+        elif message:
+            _answer(talk, message)
+
+
+def _lines(on_terminal: bool) -> Iterator[str]:
+    """The lines of stdin, each after a prompt sign on a terminal."""
+    while True:
+        if on_terminal:
+            write("> ")
         try:
-            for piece in talk.stream(message):
-                write(piece)
-        except (
-            ValueError
-        ) as error:  # a turn that does not fit leaves the conversation as it was
-            say(f"error: {error}")
-        write("\n")
+            line = sys.stdin.readline()
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"stdin is not UTF-8: byte 0x{error.object[error.start]:02x}; convert it first, "
+                "for example with `iconv -t utf-8`"
+            ) from None
+        if not line:
+            return
+        yield line
+
+
+def _answer(talk: Chat, message: str) -> None:
+    try:
+        for piece in talk.stream(message):
+            write(piece)
+    except ValueError as error:  # a turn that does not fit leaves the conversation as it was
+        say(f"error: {error}")
+    write("\n")
+
+
+def _save(talk: Chat, given: str, folder: Path | None) -> None:
+    """Saves a conversation to the folder that is given, or else to that of --resume."""
+    target = Path(given).expanduser() if given else folder
+    if target is None:
+        say(f"error: {SAVE} needs a folder: {SAVE} DIR")
+        return
+    try:
+        check_folder(SAVE, target)
+        talk.save(target)
+    except (ValueError, OSError) as error:
+        say(f"error: {error}")
+        return
+    say(f"saved {len(talk.messages)} messages; kvjax chat --resume {target} goes on from them")

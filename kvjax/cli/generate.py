@@ -26,7 +26,9 @@ from kvjax.cli.options import (
     Temperature,
     TemplateSettings,
     TopP,
+    check_new_tokens,
     check_seed,
+    check_template_use,
     complete_cache,
     dtype_name,
     in_short,
@@ -166,7 +168,7 @@ def generate(
     sampling = requested_sampling(temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     settings = template_settings(template)
     check_seed(seed)
-    _check_new_tokens(max_new_tokens)
+    check_new_tokens(max_new_tokens)
     _check_drafts(speculate, draft, sparse_prompt)
     texts = texts or []
     if prompts is not None or len(texts) > 1:
@@ -201,8 +203,7 @@ def generate(
         answer_many(prompts or [read_prompt(text, None) for text in texts], out, many)
         return
     _refuse_for_one_prompt({"--out": out, "--slots": slots})
-    if settings is not None and not chat:
-        raise ValueError("--template is for the model's chat template; add --chat")
+    check_template_use(settings, chat=chat)
     times = Timeline()
     if distributed:
         join_processes()
@@ -285,11 +286,6 @@ def _only_cache(caches: list[str] | None) -> str:
             "kvjax compare runs several"
         )
     return caches[0]
-
-
-def _check_new_tokens(max_new_tokens: int | None) -> None:
-    if max_new_tokens is not None and max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
 
 
 def _check_drafts(

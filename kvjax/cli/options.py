@@ -12,6 +12,7 @@ import typer
 
 if TYPE_CHECKING:
     from kvjax import CacheSpec, Placement
+    from kvjax.generation.drafts import Draft
     from kvjax.models import Checkpoint
     from kvjax.numerics.partial import Logits
     from kvjax.policies import PerLayer
@@ -146,11 +147,46 @@ def check_seed(seed: int) -> None:
         raise ValueError(f"--seed must be in [0, 2**32), got {seed}")
 
 
+def check_new_tokens(most: int | None) -> None:
+    """Raises ValueError for a number of new tokens below 1; None passes."""
+    if most is not None and most < 1:
+        raise ValueError(f"--max-new-tokens must be at least 1, got {most}")
+
+
+def check_holds(
+    cache: str, policy: PerLayer, checkpoint: Checkpoint, dtype: str, draft: Draft | None = None
+) -> None:
+    """Raises ValueError for a policy that cannot hold the model, or that cannot draft so.
+
+    `cache` is the policy as it was written.
+    """
+    import jax
+
+    import kvjax
+    from kvjax.generation.drafts import check_draft
+    from kvjax.presets import check_reaches
+    from kvjax.spec import round_capacity
+
+    config = checkpoint.config
+    check_reaches(policy, config.attention_layers, f"--cache {cache}")
+    spec = config.spec(1, round_capacity(1, positions=config.max_positions), dtype)
+    shapes = jax.eval_shape(lambda: kvjax.init(policy, spec, layers=config.layers))
+    config.check_cache(shapes)
+    if draft is not None:
+        check_draft(draft, shapes)
+
+
 def template_settings(given: list[str] | None) -> dict[str, Any] | None:
     """Returns the settings that --template gives; None without it."""
     from kvjax.models.template import parse_settings
 
     return parse_settings(given, where="--template") if given else None
+
+
+def check_template_use(settings: dict[str, Any] | None, *, chat: bool) -> None:
+    """Raises ValueError for settings of a chat template that wraps no prompt."""
+    if settings is not None and not chat:
+        raise ValueError("--template is for the model's chat template; add --chat")
 
 
 def dtype_name(name: str | None) -> str:

@@ -5,7 +5,7 @@ first answer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from kvjax.generation.drafts import Draft
 from kvjax.generation.prompt_inputs import check_fit
 from kvjax.models import Checkpoint
 from kvjax.models.chat import common
+from kvjax.models.checkpoint import Prompt
 from kvjax.spec import default_dtype, one_or_several, require_int, round_capacity
 
 BUDGET = 256  # for methods whose text sets none
@@ -51,12 +52,13 @@ class Answer:
 
 def side_by_side(
     checkpoint: Checkpoint,
-    prompt: str,
+    prompt: Prompt,
     caches: Caches,
     *,
     budget: int | Sequence[int] | None = None,
     dense_layers: int | None = None,
     max_new_tokens: int = 32,
+    template: Mapping[str, Any] | None = None,
     speculate: str | Draft | None = None,
     measure_drafts: bool = False,
     progress: Callable[[int, int, str], None] | None = None,
@@ -64,10 +66,12 @@ def side_by_side(
     """Continues one prompt greedily through each cache, and times it.
 
     Args:
+      prompt: a text, or chat messages, which the model's chat template renders.
       caches: names of presets, optionally with settings ("fier:budget=64"), or of your own
         ("mine.py:mine"); policies; or functions of a budget; in a list, or by name.
       budget: for caches that have one and do not set it, also several; default 256.
       dense_layers: for caches that do not set their own; None keeps each preset's.
+      template: settings of the chat template, as in `Checkpoint.generate`.
       speculate: how caches draft, as in `Checkpoint.generate`; those that cannot decode without.
       measure_drafts: `Answer.accepted`: how many tokens of a draft of 8 agree with the first
         answer, if each cache is forced to follow that (`kvjax.evaluate.acceptance`).
@@ -77,18 +81,23 @@ def side_by_side(
       ValueError: an unknown cache, or a prompt that does not fit the model. A cache that cannot
         hold its budget or this model has an answer with the reason instead.
     """
-    settings: Any = {
-        "budget": budget,
-        "dense_layers": dense_layers,
-        "max_new_tokens": max_new_tokens,
-    }
-    rows, tokens = prepare(checkpoint, prompt, caches, **settings)
+    rows, tokens = prepare(
+        checkpoint,
+        prompt,
+        caches,
+        budget=budget,
+        dense_layers=dense_layers,
+        max_new_tokens=max_new_tokens,
+        template=template,
+    )
+    is_text = isinstance(prompt, str)
+    stop_tokens = checkpoint.stop_tokens if is_text else checkpoint.chat_stop_tokens
     draft = drafts.parse(speculate) if isinstance(speculate, str) else speculate
     found: list[Answer] = []
     for at, row in enumerate(rows):
         if progress is not None:
             progress(at, len(rows), row.name)
-        answer = _answer(checkpoint, row, tokens, max_new_tokens, found, draft)
+        answer = _answer(checkpoint, row, tokens, max_new_tokens, stop_tokens, found, draft)
         if measure_drafts and not answer.refused:
             answer = _with_accepted(checkpoint, row, tokens, max_new_tokens, [*found, answer])
         found.append(answer)
@@ -97,12 +106,13 @@ def side_by_side(
 
 def prepare(
     checkpoint: Checkpoint,
-    prompt: str,
+    prompt: Prompt,
     caches: Caches,
     *,
     budget: int | Sequence[int] | None = None,
     dense_layers: int | None = None,
     max_new_tokens: int = 32,
+    template: Mapping[str, Any] | None = None,
 ) -> tuple[list[Row], list[int]]:
     """The rows and the prompt's tokens of `side_by_side`: the part that needs no weights, with
     all its errors.
@@ -112,7 +122,7 @@ def prepare(
     if budgets is None and without_budget(caches):
         budgets = (BUDGET,)
     rows = make_rows(caches, budgets=budgets, dense_layers=dense_layers)
-    tokens = checkpoint.encode(prompt)
+    tokens = checkpoint.encode(prompt, template=template)
     config = checkpoint.config
     check_fit(0, len(tokens), max_new_tokens, None, config.max_positions)
     spec = config.spec(1, round_capacity(len(tokens) + max_new_tokens), default_dtype())
@@ -124,20 +134,24 @@ def _answer(
     row: Row,
     tokens: list[int],
     max_new_tokens: int,
+    stop_tokens: tuple[int, ...],
     earlier: list[Answer],
     draft: Draft | None,
 ) -> Answer:
     made = _maker(checkpoint, row, tokens, max_new_tokens)
     if isinstance(made, str):
         return Answer(cache=row.name, refused=made)
-    settings: dict[str, Any] = dict(
+    draft = draft if _drafts(draft, made) else None
+    warm_up(
+        checkpoint.model,
+        made(),
+        len(tokens),
         max_new_tokens=max_new_tokens,
-        stop_tokens=checkpoint.stop_tokens,
+        stop_tokens=stop_tokens,
         processors=checkpoint.processors,
         measure=True,
-        draft=draft if _drafts(draft, made) else None,
+        draft=draft,
     )
-    warm_up(checkpoint.model, made(), len(tokens), **settings)
     cache = jax.block_until_ready(made())
     begin = time.perf_counter()
     run = stream(
@@ -146,7 +160,11 @@ def _answer(
         [tokens],
         tokenizer=checkpoint.tokenizer,
         block=max_new_tokens,
-        **settings,
+        max_new_tokens=max_new_tokens,
+        stop_tokens=stop_tokens,
+        processors=checkpoint.processors,
+        measure=True,
+        draft=draft,
     )
     jax.block_until_ready(run.logits)
     middle = time.perf_counter()

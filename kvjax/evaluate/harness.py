@@ -43,9 +43,12 @@ from kvjax.evaluate.caches import check_rows, make_rows
 from kvjax.evaluate.plan import Answer, Plan, feed, prepare, run
 from kvjax.evaluate.tasks import Example
 from kvjax.models import Checkpoint
+from kvjax.models.template import parse_settings
 from kvjax.serve import Engine
 from kvjax.spec import padded_capacity, require_int
 
+BATCH = 8
+MOST_TOKENS = 256  # of an answer
 # Settings of a task that limit the tokens of an answer; the first one counts, as in the
 # harness.
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -92,6 +95,11 @@ class KvjaxLM(TemplateLM):
         sets it; None: the preset's own.
       batch: requests decoded together; the slots of a `kvjax.Engine`.
       max_gen_toks: maximum new tokens of an answer, unless the task sets it.
+      template: settings of the chat template, such as {"enable_thinking": False}, for runs with
+        --apply_chat_template; or their text, "enable_thinking=false" or a JSON object.
+
+    Raises:
+      ValueError: a wrong cache or size, or a setting that the chat template does not use.
 
     **Source:** the interface of lm-evaluation-harness 0.4.9 and later. **Differs** from its
     Hugging Face model: a context's last token and all of a continuation are decoded one by one,
@@ -104,8 +112,9 @@ class KvjaxLM(TemplateLM):
         cache: Any = "full",
         *,
         dense_layers: int | None = None,
-        batch: int = 8,
-        max_gen_toks: int = 256,
+        batch: int = BATCH,
+        max_gen_toks: int = MOST_TOKENS,
+        template: Mapping[str, Any] | str | None = None,
     ) -> None:
         super().__init__()
         self.checkpoint = checkpoint
@@ -114,6 +123,8 @@ class KvjaxLM(TemplateLM):
         self.rows = make_rows(
             cache if isinstance(cache, str) else {"cache": cache}, dense_layers=dense_layers
         )
+        self.template = _template(template)
+        checkpoint.chat_template.check_used(self.template, where="template")
 
     @classmethod
     def create_from_arg_obj(
@@ -131,16 +142,22 @@ class KvjaxLM(TemplateLM):
         for name in ("dense_layers", "batch", "max_gen_toks"):
             if name in settings:
                 settings[name] = _int(settings[name])
+        template = settings.pop("template", None)
         unknown = settings.keys() - {"cache", "dense_layers", "batch", "max_gen_toks"}
         if unknown:
             raise ValueError(
                 f"--model_args got {', '.join(sorted(unknown))}; kvjax takes pretrained, cache, dtype, dense_layers, "
-                "batch_size and max_gen_toks. For a cache of several settings write "
+                "batch_size, max_gen_toks and template. For a cache of several settings write "
                 """--model_args 'cache="fier:budget=256,group=16"'"""
             )
+        checkpoint = models.load(directory or models.shipped(), dtype=dtype or None)
         return cls(
-            models.load(directory or models.shipped(), **({"dtype": dtype} if dtype else {})),
-            **settings,
+            checkpoint,
+            settings.get("cache", "full"),
+            dense_layers=settings.get("dense_layers"),
+            batch=settings.get("batch", BATCH),
+            max_gen_toks=settings.get("max_gen_toks", MOST_TOKENS),
+            template=template,
         )
 
     @classmethod
@@ -194,7 +211,10 @@ class KvjaxLM(TemplateLM):
         """A conversation as text, up to the answer; without `add_generation_prompt`, up to the
         end of what the last message says, for the model to continue."""
         return self.checkpoint.render_chat(
-            chat_history, answer=add_generation_prompt, continue_last=not add_generation_prompt
+            chat_history,
+            answer=add_generation_prompt,
+            continue_last=not add_generation_prompt,
+            template=self.template,
         )
 
     def tok_encode(
@@ -227,17 +247,14 @@ class KvjaxLM(TemplateLM):
         (row,) = check_rows(self.rows, spec, config)
         # Prompts are read whole, and so exactly: an answer shows what the cache's method loses
         # in decoding.
-        by: Any = {
-            "chunk": None,
-            "prompt_tokens": capacity,
-            "max_waiting": len(asked),
-        }
         engine = Engine(
             self.checkpoint,
             row.policies,
             slots=min(self.batch, len(asked)),
             capacity=capacity,
-            **by,
+            chunk=None,
+            prompt_tokens=capacity,
+            max_waiting=len(asked),
         )
         stops = {
             request: stop
@@ -363,6 +380,13 @@ class KvjaxLM(TemplateLM):
 
         results = self._run(_Requests(tuple(given)), score)
         return [(results[i]["logprob"], results[i]["greedy"]) for i in range(len(pairs))]
+
+
+def _template(given: Mapping[str, Any] | str | None) -> dict[str, Any] | None:
+    """Settings of the chat template, which a shell gives as text."""
+    if given is None:
+        return None
+    return parse_settings([given] if isinstance(given, str) else given, where="template")
 
 
 def _int(value: Any) -> Any:

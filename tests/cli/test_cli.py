@@ -941,7 +941,7 @@ REFUSED = [
         "compare --prompt a --cache full --budget 64",
         "none has a budget: full; leave it out, or add one of fier",
     ),
-    ("compare --prompt a --max-new-tokens 0", "max_new_tokens must be at least 1, got 0"),
+    ("compare --prompt a --max-new-tokens 0", "--max-new-tokens must be at least 1, got 0"),
     ("compare --prompt a --max-new-tokens 9999", "do not fit in the model's 512 positions"),
     (
         "compare --prompt a --cache fier:budget=8 --budget 9",

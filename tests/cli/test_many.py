@@ -178,3 +178,80 @@ def test_an_answer_is_in_the_file_when_it_is_there(kvjax, checkpoint, tmp_path, 
     ask = ("--prompt", "a", "--prompt", "b", "--slots", 1, "--out", out, "--max-new-tokens", 2)
     assert kvjax("generate", checkpoint, *ask)[0] == 0
     assert any(text.count("\n") == 1 for text in seen)
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory):
+    """A checkpoint with a chat template."""
+    directory = write_checkpoint(tmp_path_factory.mktemp("talker"))
+    file = directory / "tokenizer_config.json"
+    template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
+    return directory
+
+
+def test_a_conversation_is_saved_and_gone_on_from(kvjax, talker, tmp_path, monkeypatch):
+    talk = models.load(talker).chat(max_new_tokens=6)
+    answers = [talk.say(message) for message in ("Hello", "And you?")]
+    folder = tmp_path / "talk"
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"/save\nHello\n/save {folder}\n"))
+    code, stdout, err = kvjax("chat", talker, "--max-new-tokens=6")
+    assert (code, stdout) == (0, f"{answers[0]}\n"), err
+    assert "error: /save needs a folder: /save DIR" in err
+    assert f"saved 2 messages; kvjax chat --resume {folder} goes on from them" in err
+    ask = ("chat", talker, "--max-new-tokens=6", "--resume", folder)
+    monkeypatch.setattr("sys.stdin", io.StringIO("And you?\n/save\n"))
+    code, stdout, err = kvjax(*ask)
+    assert (code, stdout) == (0, f"{answers[1]}\n"), err
+    assert f"going on after 2 messages in {folder}" in err
+    assert "saved 4 messages" in err
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert "going on after 4 messages" in kvjax(*ask)[2]
+
+
+WRONG_CHATS = [
+    (("--max-new-tokens", "0"), "--max-new-tokens must be at least 1, got 0"),
+    (("--seed", "-1"), "--seed must be in [0, 2**32), got -1"),
+    (("--temperature", "nan"), "temperature must be a finite number of at least 0, got nan"),
+    (("--top-p", "0.5"), "give a temperature too"),
+    (("--speculate", "x"), "speculate='x' must be self or self:TOKENS"),
+    (("--speculate", "self"), "drafts"),
+    (("--cache", "fier:dense_layers=3"), "keeps the first 3 layers full and the model has 3"),
+    (("--cache", "pqcache:parts=3"), "does not divide head_dim=8"),
+    (("--resume", "FILE"), "is a file; give the path of a folder"),
+    (("--resume", "TALK", "--system", "Be brief."), "TALK holds one that has begun"),
+    (("--resume", "CUT"), "chat.json is damaged: it lacks a part of the conversation"),
+    (("--resume", "BAD"), "chat.json is not valid JSON"),
+]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"), WRONG_CHATS, ids=lambda value: " ".join(value) if value[0] else ""
+)
+def test_a_chat_that_cannot_be_is_one_line_before_the_weights(
+    kvjax, talker, tmp_path, monkeypatch, args, message
+):
+    monkeypatch.setattr(
+        "kvjax.models.load", lambda *args, **settings: pytest.fail("weights were read")
+    )
+    whole = {"model": "m", "messages": [], "turns": 0, "tokens": [], "step": None}
+    contents = {"TALK": {**whole, "capacity": None}, "CUT": whole, "BAD": None}
+    for name, content in contents.items():
+        (tmp_path / name).mkdir()
+        text = "{" if content is None else json.dumps(content)
+        (tmp_path / name / "chat.json").write_text(text)
+    (tmp_path / "FILE").write_text("")
+    monkeypatch.chdir(tmp_path)
+    code, stdout, err = kvjax("chat", talker, *args)
+    assert (code, stdout) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_stdin_that_is_not_utf8_ends_a_chat_in_one_line(kvjax, talker, monkeypatch):
+    lines = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", lines)
+    code, stdout, err = kvjax("chat", talker)
+    assert (code, stdout) == (2, "")
+    assert "error: stdin is not UTF-8: byte 0xe9; convert it first" in err.splitlines()[-1]

@@ -226,3 +226,22 @@ def test_what_the_adapter_refuses(shipped: Checkpoint) -> None:
         model.generate_until([request("a", {"max_tokens": 0})])
     with pytest.raises(ValueError, match="kvjax takes pretrained, cache"):
         KvjaxLM.create_from_arg_string("cash=fier")
+
+
+def test_settings_of_the_chat_template_reach_it(
+    shipped: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if quiet %}[quiet]{% endif %}"
+    )
+    monkeypatch.setattr(shipped.tokenizer, "chat_template", template)
+    monkeypatch.setattr(models, "load", lambda *given, **how: shipped)
+    asked = [{"role": "user", "content": "Which key?"}]
+    for given in ({"quiet": True}, "quiet=true", '{"quiet": true}'):
+        model = KvjaxLM.create_from_arg_obj({"template": given})
+        assert model.apply_chat_template(asked) == "Which key?[quiet]"
+    assert KvjaxLM(shipped).apply_chat_template(asked) == "Which key?"
+    text = KvjaxLM.create_from_arg_string("cache=full,template=quiet=true")
+    assert text.apply_chat_template(asked) == "Which key?[quiet]"
+    with pytest.raises(ValueError, match=r"template quite: .* did you mean 'quiet'\?"):
+        KvjaxLM(shipped, template="quite=true")
