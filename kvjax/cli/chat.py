@@ -84,13 +84,13 @@ def chat(
     draft = None if speculate is None else drafts.parse(speculate)
     kind = dtype_name(dtype)
     directory = model_directory(model_dir)
-    goes_on = _is_saved(resume)
+    unloaded = without_weights(directory)
+    goes_on = _goes_on(resume, unloaded)
     if goes_on and system is not None:
         raise ValueError(
             f"--system opens a conversation, and {resume} holds one that has begun; leave it out, "
             "or give another folder"
         )
-    unloaded = without_weights(directory)
     check_holds(cache, policy, unloaded, kind, draft)
     _check_template(unloaded, settings)
 
@@ -112,7 +112,7 @@ def chat(
         template=settings,
     )
     if goes_on and resume is not None:
-        talk.restore(resume)
+        _restore(talk, resume, cache)
         say(f"going on after {len(talk.messages)} messages in {resume}")
     try:
         _talk(talk, resume, on_terminal)
@@ -121,19 +121,33 @@ def chat(
             talk.save(resume)
 
 
-def _is_saved(folder: Path | None) -> bool:
-    """True if a folder holds a conversation.
+def _goes_on(folder: Path | None, checkpoint: Checkpoint) -> bool:
+    """True if a folder holds a conversation with this model.
 
     Raises:
-      ValueError: it can hold none, or the conversation is damaged.
+      ValueError: it can hold none; or the conversation is damaged, or with another model.
     """
     from kvjax.models.chat import CHAT, read_saved
 
     check_folder("--resume", folder)
     if folder is None or not (folder / CHAT).is_file():
         return False
-    read_saved(folder)
+    if read_saved(folder)["model"] != repr(checkpoint.config):
+        raise ValueError(
+            f"the conversation in {folder} was saved with another model; give that one, or another folder"
+        )
     return True
+
+
+def _restore(talk: Chat, folder: Path, cache: str) -> None:
+    """Goes on from the conversation in a folder."""
+    try:
+        talk.restore(folder)
+    except ValueError as error:
+        raise ValueError(
+            f"the conversation in {folder} was saved with another --cache than {cache}, another --budget or "
+            f"another --dtype; give those, or remove {folder / 'cache'}, and it is read again"
+        ) from error
 
 
 def _check_template(checkpoint: Checkpoint, settings: Mapping[str, Any] | None) -> None:

@@ -41,7 +41,7 @@ def methods(
         if others := presets.installed():
             write(f"From installed packages: {', '.join(others)}\n")
     else:
-        _describe(presets.find(name))
+        _describe(presets.find(name), name)
 
 
 def _list(registry: Mapping[str, Preset]) -> None:
@@ -79,24 +79,24 @@ def _as_json(preset: Preset) -> dict[str, Any]:
     }
 
 
-def _describe(preset: Preset) -> None:
+def _describe(preset: Preset, name: str) -> None:
+    """Prints a method and its settings; `name` is how it is written."""
     from rich.table import Table
 
     settings = preset.settings
     first, *_ = inspect.cleandoc(preset.make.__doc__ or "").split("\n\n")
-    write(
-        f"{' '.join(first.split())}\n\n"
-        f"{_about(preset)}{_bytes(preset):,} bytes per token.{_settings(preset)}\n"
-    )
+    if first:
+        write(f"{' '.join(first.split())}\n\n")
+    write(f"{_about(preset)}{_bytes(preset):,} bytes per token.{_settings(preset)}\n")
     if not settings:
         write("It has no settings.\n")
         return
-    table = Table(caption=f"Write settings after the name: {preset.name}:{_example(settings)}")
+    table = Table(caption=f"Write settings after the name: {name}:{_example(settings)}")
     for title in ("setting", "default", "meaning"):
         table.add_column(title)
     words = meanings(preset)
-    for name, default in settings.items():
-        table.add_row(name, _shown(default), words[name])
+    for setting, default in settings.items():
+        table.add_row(setting, _shown(default), words[setting])
     show(table)
 
 

@@ -128,7 +128,7 @@ class Preset:
         while high - low > 1:
             middle = (low + high) // 2
             try:
-                self.make(middle)
+                self.make(budget=middle)
             except ValueError:
                 low = middle
             else:

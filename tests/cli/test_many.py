@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from kvjax import Engine, models
+from kvjax.models.weights import read_settings
 from tests.checkpoint import weights, write_checkpoint
 
 
@@ -207,6 +208,12 @@ def test_a_conversation_is_saved_and_gone_on_from(kvjax, talker, tmp_path, monke
     assert "saved 4 messages" in err
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert "going on after 4 messages" in kvjax(*ask)[2]
+    code, _, err = kvjax(*ask, "--cache=fier:budget=8,group=8")
+    assert code == 2
+    assert (
+        f"error: the conversation in {folder} was saved with another --cache than fier" in err
+    )
+    assert "and it is read again" in err
 
 
 WRONG_CHATS = [
@@ -220,6 +227,7 @@ WRONG_CHATS = [
     (("--cache", "pqcache:parts=3"), "does not divide head_dim=8"),
     (("--resume", "FILE"), "is a file; give the path of a folder"),
     (("--resume", "TALK", "--system", "Be brief."), "TALK holds one that has begun"),
+    (("--resume", "OTHER"), "the conversation in OTHER was saved with another model"),
     (("--resume", "CUT"), "chat.json is damaged: it lacks a part of the conversation"),
     (("--resume", "BAD"), "chat.json is not valid JSON"),
 ]
@@ -234,8 +242,10 @@ def test_a_chat_that_cannot_be_is_one_line_before_the_weights(
     monkeypatch.setattr(
         "kvjax.models.load", lambda *args, **settings: pytest.fail("weights were read")
     )
-    whole = {"model": "m", "messages": [], "turns": 0, "tokens": [], "step": None}
-    contents = {"TALK": {**whole, "capacity": None}, "CUT": whole, "BAD": None}
+    model = repr(read_settings(talker)[0].config)
+    whole = {"model": model, "messages": [], "turns": 0, "tokens": [], "step": None}
+    talk = {**whole, "capacity": None}
+    contents = {"TALK": talk, "OTHER": {**talk, "model": "m"}, "CUT": whole, "BAD": None}
     for name, content in contents.items():
         (tmp_path / name).mkdir()
         text = "{" if content is None else json.dumps(content)

@@ -204,3 +204,15 @@ def test_an_empty_path_is_not_the_current_folder(
         assert line == f"error: {option} is empty; give a path"
     assert main(["warm", ""]) == 2
     assert "error: MODEL_DIR is empty; give a path" in capsys.readouterr().err
+
+
+def test_methods_tells_the_settings_of_ones_own(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for more in ((), ("--json",)):
+        assert main(["methods", "mine.py:mine", *more]) == 0
+        out = capsys.readouterr().out
+        assert "unit" in out
+        assert "24" in out
+        assert more or "mine.py:mine:budget=24,unit=8" in out
+        assert not out.startswith("\n")
