@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from errno import ELOOP, ENAMETOOLONG
 from importlib import metadata
 from typing import Annotated, Any
 
@@ -120,6 +121,12 @@ _REQUEST = (
 )
 
 
+def _is_request(error: Exception) -> bool:
+    """True for an error in the request; a name that no path can have is one."""
+    no_path = isinstance(error, OSError) and error.errno in (ENAMETOOLONG, ELOOP)
+    return no_path or isinstance(error, _REQUEST) or _lacks_extra(error)
+
+
 def _lacks_extra(error: Exception) -> bool:
     """True if `error` is kvjax's own message that an extra must be installed."""
     # Python's own ImportError has the module's name
@@ -149,7 +156,7 @@ def main(args: Sequence[str] | None = None) -> int:
             error, "format_message"
         )  # click's errors, wherever typer's version keeps their class
         say(f"error: {cut(_usage(error) if usage else _one_line(error))}")
-        return 2 if usage or isinstance(error, _REQUEST) or _lacks_extra(error) else 1
+        return 2 if usage or _is_request(error) else 1
 
 
 def _reader_gone() -> int:

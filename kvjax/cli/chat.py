@@ -18,6 +18,7 @@ from kvjax.cli.options import (
     Temperature,
     TemplateSettings,
     TopP,
+    at_home,
     check_folder,
     check_holds,
     check_new_tokens,
@@ -196,11 +197,12 @@ def _answer(talk: Chat, message: str) -> None:
 
 def _save(talk: Chat, given: str, folder: Path | None) -> None:
     """Saves a conversation to the folder that is given, or else to that of --resume."""
-    target = Path(given).expanduser() if given else folder
+    target = Path(given) if given else folder
     if target is None:
         say(f"error: {SAVE} needs a folder: {SAVE} DIR")
         return
     try:
+        target = at_home(SAVE, target)
         check_folder(SAVE, target)
         talk.save(target)
     except (ValueError, OSError) as error:

@@ -195,12 +195,20 @@ def dtype_name(name: str | None) -> str:
     return default_dtype() if name is None else cache_dtype(DTYPES.get(name, name)).name
 
 
+def at_home(what: str, path: Path) -> Path:
+    """The path with the folder of a user for its ~; `what` names it in an error message."""
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise ValueError(f"{what} {path}: there is no such user; give another path") from None
+
+
 def model_directory(given: Path | None) -> Path:
     from kvjax.models.weights import check_directory, shipped
 
     if given is None:
         return shipped()
-    given = given.expanduser()
+    given = at_home("MODEL_DIR", given)
     if not given.exists() and any(map(str.isspace, str(given))):
         from kvjax.validation import short_repr
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from kvjax.cli.options import at_home
+
 STDIN = Path("-")
 # The prompt of --example: the key at its start is outside every local window. The shipped model
 # answers in 5 tokens.
@@ -63,7 +65,7 @@ def _text_of(file: Path) -> str:
 def _content(file: Path) -> bytes:
     if file == STDIN:
         return sys.stdin.buffer.read()
-    file = file.expanduser()
+    file = at_home("--prompt-file", file)
     if file.is_dir():
         raise ValueError(f"--prompt-file {file} is a folder; give a file with the prompt")
     if not file.exists():  # a named pipe is fine

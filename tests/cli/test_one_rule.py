@@ -216,3 +216,27 @@ def test_methods_tells_the_settings_of_ones_own(
         assert "24" in out
         assert more or "mine.py:mine:budget=24,unit=8" in out
         assert not out.startswith("\n")
+
+
+def test_a_path_that_cannot_be_is_one_sentence(
+    directory: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "prompts").mkdir()
+    wrong = {
+        "x" * 5000: "File name too long",
+        "~nobody-has-this-name/x": "there is no such user; give another path",
+        "prompts": "is a folder; give a file with",
+        "missing": "there is no such file",
+    }
+    for path, message in wrong.items():
+        for command, option in (
+            ("generate", "--prompt-file"),
+            ("compare", "--prompt-file"),
+            ("generate", "--prompts"),
+        ):
+            assert main([command, str(directory), option, path]) == 2
+            line = capsys.readouterr().err.splitlines()[-1]
+            assert line.startswith("error: ")
+            assert message in line
+    assert main(["warm", "x" * 5000]) == 2
+    assert main(["warm", "~nobody-has-this-name/x"]) == 2
