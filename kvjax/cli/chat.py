@@ -31,6 +31,7 @@ from kvjax.cli.options import (
     without_weights,
 )
 from kvjax.cli.programs import load_checkpoint
+from kvjax.cli.prompts import check_utf8
 from kvjax.cli.terminal import bar, bars, say, write
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def chat(
     settings = template_settings(template)
     requested_sampling(temperature, top_p=top_p)
     check_seed(seed)
+    check_utf8("--system", system)
     check_new_tokens(max_new_tokens)
     draft = None if speculate is None else drafts.parse(speculate)
     kind = dtype_name(dtype)

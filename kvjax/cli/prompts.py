@@ -39,14 +39,16 @@ def read_prompt(text: str | None, file: Path | None, *, example: bool = False) -
     return prompt
 
 
-def _checked_text(text: str | None) -> str:
-    text = text or ""
+def check_utf8(option: str, text: str | None, cure: str = "") -> None:
+    """Raises ValueError for text of the command line that is not UTF-8; None passes."""
     # Python gives bytes of the command line that are not UTF-8 as lone surrogates.
-    if any("\ud800" <= character < "\ue000" for character in text):
-        raise ValueError(
-            "--prompt is not UTF-8; set a UTF-8 locale, or give the text as --prompt-file FILE"
-        )
-    return text
+    if any("\ud800" <= character < "\ue000" for character in text or ""):
+        raise ValueError(f"{option} is not UTF-8; set a UTF-8 locale{cure}")
+
+
+def _checked_text(text: str | None) -> str:
+    check_utf8("--prompt", text, ", or give the text as --prompt-file FILE")
+    return text or ""
 
 
 def _text_of(file: Path) -> str:

@@ -219,6 +219,7 @@ def test_a_conversation_is_saved_and_gone_on_from(kvjax, talker, tmp_path, monke
 WRONG_CHATS = [
     (("--max-new-tokens", "0"), "--max-new-tokens must be at least 1, got 0"),
     (("--seed", "-1"), "--seed must be in [0, 2**32), got -1"),
+    (("--system", "caf\udce9"), "--system is not UTF-8; set a UTF-8 locale"),
     (("--temperature", "nan"), "temperature must be a finite number of at least 0, got nan"),
     (("--top-p", "0.5"), "give a temperature too"),
     (("--speculate", "x"), "speculate='x' must be self or self:TOKENS"),

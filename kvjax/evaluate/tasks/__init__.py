@@ -50,6 +50,8 @@ def make_tasks(
 
     names = [one for name in names for one in (RULER if name == GENERATED_RULER else (name,))]
     text = None if text is None else Path(text)
+    if text is not None and text.is_dir():
+        raise ValueError(f"--text {text} is a folder; give a UTF-8 file")
     if text is not None and not text.is_file():
         raise ValueError(f"--text {text}: there is no such file")
     given: dict[str, Any] = {
@@ -123,7 +125,7 @@ def _own_tasks(
         own = "FILE.py:NAME or module:NAME for your own"
         published = "" if near else f"; {HARNESS} {name}"
         raise ValueError(
-            f"--task {asked}: unknown; {meant} are {', '.join([*known, *others])}, and {own}{published}"
+            f"--task {asked or repr('')}: unknown; {meant} are {', '.join([*known, *others])}, and {own}{published}"
         )
     where = f"--task {name}"
     if not callable(found):
