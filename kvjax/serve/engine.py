@@ -201,6 +201,7 @@ class Engine:
       speculate: "self", or a `kvjax.SelfDraft`: the rows draft by the selection of the cache,
         and texts are those of full attention (`speculation`). All rows wait for the slowest at
         the end of a block, so a larger `block` suits drafts.
+      log_probabilities: fills in `Request.log_probabilities`, as in `kvjax.generate`.
 
     Raises:
       ValueError: a cache that holds tokens or was given to another engine, settings that do not
@@ -229,6 +230,7 @@ class Engine:
         stop_tokens: int | Iterable[int] | None = None,
         processors: Processors | None = None,
         speculate: str | SelfDraft | None = None,
+        log_probabilities: bool = False,
     ) -> None:
         self.tokenizer: Any = None
         self._checkpoint: Any = None
@@ -279,7 +281,13 @@ class Engine:
         self._whole = model
         self._model: prefilling.Model = Flat.of(model)
         drafter = None if speculate is None else _drafter(model, cache, speculate)
-        self._slots = Slots(cache, shares=self._shared is not None, drafter=drafter)
+        self._log_probabilities = log_probabilities
+        self._slots = Slots(
+            cache,
+            shares=self._shared is not None,
+            drafter=drafter,
+            log_probabilities=log_probabilities,
+        )
         self._rows = Rows(RowKind.of(rows), most=self.readers)
         self._spec = self._rows.empty.spec
         self._reader: Any = self._model
@@ -394,6 +402,9 @@ class Engine:
             self._shared.check_room(len(tokens[0]), max_new_tokens, room)
         draws = rows_of_draws(Draws.of(sampling, key, n), n)
         made = [Request(tokens[0], max_new_tokens, draw, stops, self) for draw in draws]
+        if self._log_probabilities:
+            for request in made:
+                request.log_probabilities = []
         known = self._keeper.known_tokens(tokens[0])
         with self._lock:
             if self._failed is not None:
@@ -869,11 +880,19 @@ class Engine:
             with self._lock:
                 self._steps += int(seen.steps)
                 self._drafted += seen.numbers
+                likely = seen.log_probabilities
                 for slot, request in block.rows:
-                    self._note(request, seen.tokens[slot], seen.bad[:, slot])
+                    own = None if likely is None else likely[slot]
+                    self._note(request, seen.tokens[slot], own, seen.bad[:, slot])
             self._keeper.settle(self._in_blocks())
 
-    def _note(self, request: Request, tokens: np.ndarray, bad: np.ndarray) -> None:
+    def _note(
+        self,
+        request: Request,
+        tokens: np.ndarray,
+        log_probabilities: np.ndarray | None,
+        bad: np.ndarray,
+    ) -> None:
         """Notes the tokens of a block; `bad` bool[2] says where the logits had no best token."""
         new = tokens[tokens != PAD]
         self._used += len(new)
@@ -885,6 +904,8 @@ class Engine:
             self._end(request, "error", FloatingPointError(NOT_FINITE))
             return
         request.tokens += new.tolist()
+        if request.log_probabilities is not None and log_probabilities is not None:
+            request.log_probabilities += log_probabilities[tokens != PAD].tolist()
         self._new_tokens += len(new)
         if np.isin(new, request.stop).any():
             self._end(request, "stop")

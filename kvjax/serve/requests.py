@@ -34,6 +34,8 @@ class Request:
     stop: np.ndarray = dataclasses.field(repr=False)  # i32[n]
     engine: Any = dataclasses.field(repr=False)
     tokens: list[int] = dataclasses.field(default_factory=list)  # a stop token included
+    # of the tokens; None where the engine was not asked for them
+    log_probabilities: list[float] | None = dataclasses.field(default=None, repr=False)
     state: Stage = Stage.WAITING
     reason: str | None = None  # of its end: "stop", "length", "cancelled" or "error"
     error: Exception | None = None  # that ended it

@@ -89,6 +89,7 @@ class Decoded(NamedTuple):
     steps: Array  # i32[]
     bad: Array  # bool[2, slots], rows whose logits have no best token, before and after
     numbers: Array  # i32[3] of `Speculation`: steps of rows, drafted, accepted
+    log_probabilities: Array | None  # f32[slots, ROOM] of the tokens; None: not asked for
 
 
 class Slots:
@@ -98,15 +99,24 @@ class Slots:
       cache: with a row for each slot; this takes over its arrays.
       shares: whether rows may begin with a stored prefix.
       drafter: a draft of the model by itself; None: no tokens are drafted.
+      log_probabilities: whether `decode` returns those of the tokens.
     """
 
-    def __init__(self, cache: Cache, *, shares: bool, drafter: Drafter | None = None) -> None:
+    def __init__(
+        self,
+        cache: Cache,
+        *,
+        shares: bool,
+        drafter: Drafter | None = None,
+        log_probabilities: bool = False,
+    ) -> None:
         self.cache: Cache = _same(committed(cache))  # the caller's cache has its arrays no more
         self.count = cache.spec.batch
         self.logits: Any = None  # f32[slots, V], once the model has told V
         self._active: Any = None  # bool[slots], rows that have drawn no stop token
         self._shares = shares
         self._drafter = None if drafter is None else committed(drafter)
+        self._log_probabilities = log_probabilities
 
     def speculation(self, numbers: np.ndarray) -> Speculation | None:
         """The acceptance of drafts by the sum of `Decoded.numbers`; None without drafts."""
@@ -152,21 +162,24 @@ class Slots:
         """Draws up to `limit` tokens i32[slots] in each slot."""
         state = self.cache, self.logits, self._active
         asked = draws, first, limit, stops
+        how = {"measure": False}
+        if self._log_probabilities:
+            how["log_probabilities"] = True
         drafter = self._drafter
         if drafter is None or drafter.idle is not None:
             exact = {} if drafter is None else {"exact": True}
-            done, bad = _run_loop(model, *state, *asked, rules, measure=False, **exact)
+            done, bad = _run_loop(model, *state, *asked, rules, **how, **exact)
             steps: Array = done.step
             numbers: Any = np.zeros(3, np.int32)
         else:
             drafting = drafter.with_state(None), drafter.state
-            done, bad = _run_drafts(model, *state, *asked, *drafting, rules, measure=False)
+            done, bad = _run_drafts(model, *state, *asked, *drafting, rules, **how)
             steps = jnp.max(done.emitted)
             numbers = done.numbers
             self._drafter = drafter.with_state(done.state)
         self.cache, self.logits = done.cache, done.logits
         self._active = jax.device_put(done.active, self._active.sharding)
-        return Decoded(done.tokens, steps, bad, numbers)
+        return Decoded(done.tokens, steps, bad, numbers, done.log_probabilities)
 
     def no_stops(self) -> np.ndarray:
         return np.full((self.count, STOPS), PAD, np.int32)

@@ -11,6 +11,7 @@ import kvjax
 from kvjax import SelfDraft
 from kvjax.generation.sampling import sampling
 from kvjax.models import Decoder
+from tests.generation.test_log_probabilities import of_whole_text
 from tests.generation.test_self_draft import CONFIG, POLICY
 
 
@@ -61,6 +62,30 @@ def test_the_acceptance_is_of_the_tokens_that_were_seen() -> None:
         steps.append(told.steps)
     assert steps[0] == 0
     assert steps == sorted(steps)
+
+
+@pytest.mark.parametrize("speculate", [None, SelfDraft(tokens=3)], ids=["plain", "self"])
+def test_requests_have_the_log_probabilities_of_their_tokens(speculate: object) -> None:
+    """Those of one pass over each text, by blocks, with a stop token and a temperature."""
+    model = Decoder(CONFIG, rngs=nnx.Rngs(3))
+    policy = kvjax.Full() if speculate is None else POLICY
+    engine = kvjax.Engine(
+        model,
+        kvjax.init(policy, model.spec(2, 96), layers=CONFIG.layers),
+        block=8,
+        chunk=16,
+        speculate=speculate,
+        log_probabilities=True,
+    )
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, 40, n).tolist() for n in (40, 12, 25)]
+    drawn = {"sampling": sampling(0.8), "key": jax.random.key(7)}
+    for i, prompt in enumerate(prompts):
+        how = drawn if i == 1 else {}
+        (request,) = engine.submit(prompt, max_new_tokens=20, stop_tokens=(11,), **how)
+        engine.run()
+        want = of_whole_text(model, prompt, request.tokens, 0.8 if how else 1.0)
+        np.testing.assert_allclose(request.log_probabilities, want, atol=1e-4)
 
 
 def test_an_engine_refuses_drafts_from_the_text_of_one_run() -> None:
