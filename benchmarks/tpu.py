@@ -9,8 +9,8 @@ program it prints, beside dense attention by hand, which is compiled in the same
 
 - MB: bytes of the main memory that a run reads and writes, counted from the compiled program,
   and for Pallas kernels from the jaxpr (`benchmarks/tpu_moves.py`). XLA's own figure also has
-  what stays in the fast memory, and counts a loop once; here one counts once whose number of
-  rounds depends on data.
+  what stays in the fast memory, and counts a loop once. A loop whose number of rounds depends on
+  data reads all of what it slices.
 - DMAs: slices that gathers read, each by a DMA of its own, and those of kernels.
 - us: derived, not measured: bytes at the chip's bandwidth, 30 ns more for each DMA, and a kernel
   at least as long as its bundles, which `--kernels` counts. What XLA's own fusions compute is
@@ -260,7 +260,7 @@ class Program:
             elif match := INSTRUCTION.match(line):
                 self.computations[name][match["name"]] = match
 
-    def loops(self) -> Iterator[tuple[str, str, int]]:
+    def loops(self) -> Iterator[tuple[str, str, int | None]]:
         """The computation that a loop is in, its body, and its rounds."""
         for name, instructions in self.computations.items():
             for found in instructions.values():
@@ -269,8 +269,9 @@ class Program:
                 if found["kind"] == "while" and body and condition:
                     yield name, body[1], self._rounds(condition[1])
 
-    def _rounds(self, condition: str) -> int:
-        """The number that the condition of a loop from 0 on compares with."""
+    def _rounds(self, condition: str) -> int | None:
+        """The number that the condition of a loop from 0 on compares with; None if the data
+        have it."""
         tests = [condition]
         for found in self.computations[condition].values():
             tests += re.findall(r"calls=%([\w.\-]+)", found["rest"])
@@ -280,12 +281,13 @@ class Program:
             for found in self.computations[name].values()
             if found["kind"] == "constant" and found["shape"].startswith("s32[]")
         ]
-        return constants[0] if len(constants) == 1 else 1
+        return constants[0] if len(constants) == 1 else None
 
-    def moved(self, computation: str | None = None) -> int:
+    def moved(self, computation: str | None = None, *, all_of_slices: bool = False) -> int:
         """Bytes that a run of a computation reads from a TPU's main memory and writes to it.
 
-        A loop counts with its rounds, and of branches the one that moves most. An array that is
+        A loop counts with its rounds; one with as many as the data say reads all of what it
+        slices (`all_of_slices`). Of branches the one counts that moves most. An array that is
         only sliced or gathered from counts with what is taken, and one that is updated in place
         with the update. Arrays in the fast memory count nothing, nor do kernels.
         """
@@ -295,7 +297,8 @@ class Program:
         for found in self.computations[computation].values():
             if found["kind"] == "while":
                 (body,) = re.findall(r"body=%([\w.\-]+)", found["rest"])
-                total += loops[body] * self.moved(body)
+                rounds = loops[body]
+                total += (rounds or 1) * self.moved(body, all_of_slices=rounds is None)
             elif found["kind"] == "conditional":
                 total += max(map(self.moved, branches_of(found)))
             elif found["kind"] == "call":
@@ -303,10 +306,13 @@ class Program:
                     map(self.moved, re.findall(r"to_apply=%([\w.\-]+)", found["rest"]))
                 )
             elif found["kind"] not in NO_TRAFFIC and "tpu_custom_call" not in found["rest"]:
-                total += self._moved_by(found, self.computations[computation])
+                beside = self.computations[computation]
+                total += self._moved_by(found, beside, all_of_slices)
         return total
 
-    def _moved_by(self, found: Instruction, beside: dict[str, Instruction]) -> int:
+    def _moved_by(
+        self, found: Instruction, beside: dict[str, Instruction], all_of_slices: bool
+    ) -> int:
         """Bytes that one instruction moves, whose operands are `beside` it."""
         operands = [beside[name] for name in operand_names(found) if name in beside]
         called = re.search(r"calls=%([\w.\-]+)", found["rest"])
@@ -325,7 +331,10 @@ class Program:
 
         total = 0
         for operand, parameter in zip(operands, parameters, strict=False):
-            total += read_by(operand, parameter, inside) if size_of(operand["shape"]) else 0
+            if all_of_slices:
+                total += size_of(operand["shape"])
+            elif size_of(operand["shape"]):
+                total += self._read_by(operand, parameter, inside)
         updated = [i for i in inside.values() if i["kind"] == "dynamic-update-slice"]
         if not updated:
             return total + size_of(found["shape"])
@@ -333,26 +342,36 @@ class Program:
         written = sum(any_size_of(i["shape"]) for i in updates if i is not None)
         return total + (written if size_of(found["shape"]) else 0)
 
+    def _read_by(
+        self, operand: Instruction, parameter: Instruction, inside: dict[str, Instruction]
+    ) -> int:
+        """Bytes of `operand` that a fusion reads, which has it as `parameter`."""
+        users = users_of(parameter, inside)
+        while len(users) == 1 and self._passes_on(users[0]):
+            parameter = users[0]
+            users = users_of(parameter, inside)
+        if not users:  # it is the fusion's result
+            return size_of(operand["shape"])
+        first = all(operand_names(i)[0] == parameter["name"] for i in users)
+        if not first or not {i["kind"] for i in users} <= TAKES | {"dynamic-update-slice"}:
+            return size_of(operand["shape"])
+        return sum(any_size_of(i["shape"]) for i in users if i["kind"] in TAKES)
+
+    def _passes_on(self, found: Instruction) -> bool:
+        """True within a fusion for what names its operand anew, or in another layout."""
+        if found["kind"] != "fusion":
+            return found["kind"] in ("bitcast", "copy")
+        (called,) = re.findall(r"calls=%([\w.\-]+)", found["rest"])
+        kinds = [i["kind"] for i in self.computations[called].values()]
+        return sorted(kinds) == ["copy", "parameter"]
+
 
 Instruction = re.Match[str]
 TAKES = {"slice", "dynamic-slice", "gather"}  # a part of their first operand
 
 
-def read_by(
-    operand: Instruction, parameter: Instruction, inside: dict[str, Instruction]
-) -> int:
-    """Bytes of `operand` that a fusion reads, which has it as `parameter`."""
-    users = [i for i in inside.values() if parameter["name"] in operand_names(i)]
-    while len(users) == 1 and users[0]["kind"] == "bitcast":
-        parameter = users[0]
-        users = [i for i in inside.values() if parameter["name"] in operand_names(i)]
-    first = all(operand_names(i)[0] == parameter["name"] for i in users)
-    kinds = {i["kind"] for i in users}
-    if first and kinds <= TAKES:
-        return sum(any_size_of(i["shape"]) for i in users)
-    if first and kinds <= TAKES | {"dynamic-update-slice"}:
-        return sum(any_size_of(i["shape"]) for i in users if i["kind"] in TAKES)
-    return size_of(operand["shape"])
+def users_of(found: Instruction, beside: dict[str, Instruction]) -> list[Instruction]:
+    return [i for i in beside.values() if found["name"] in operand_names(i)]
 
 
 def branches_of(found: Instruction) -> list[str]:

@@ -331,8 +331,8 @@ its bytes or its instructions take. It leaves out what XLA's own operations comp
 search for the highest scores, and the 30 ns were measured on no chip. By it, `fier` with single tokens does not pay
 on a v5e: its step has more than 30,000 DMAs, whatever scores the tokens. With keys and values side by side they would
 be half as many, and the step as long as dense attention. `fier:page=32` and `quest`, which read pages, take less than
-a third of its time with one row of 131072 tokens. A loop whose rounds depend on the data counts once, and so do reads
-in a loop.
+a third of its time with one row of 131072 tokens. A loop whose rounds depend on the data reads all of
+what it slices. DMAs in a loop count once.
 
 <!-- table: tpus -->
 <!-- end -->

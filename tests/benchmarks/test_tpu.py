@@ -104,6 +104,15 @@ ENTRY %main (k: bf16[8,4096,128], at: s32[8,20]) -> bf16[160,128] {
 """
 
 
+def test_a_loop_by_data_reads_all_of_what_it_slices() -> None:
+    by_data = PROGRAM.replace("%rounds = s32[] constant(10)", "%rounds = s32[] parameter(1)")
+    whole = 8 * 4096 * 128 * 2
+    block = 8 * 64 * 128 * 2
+    index = 4
+    rounds, once = 10 * (2 * block + index), whole + block + index
+    assert tpu.Program(by_data).moved() == tpu.Program(PROGRAM).moved() - rounds + once
+
+
 def test_a_branch_a_gather_and_an_update_count_what_they_move() -> None:
     update = 8 * 256 * 128 * 2
     taken = 160 * 128 * 2
