@@ -22,7 +22,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -136,7 +136,8 @@ def attend_slots(
         G=G // H,
         D=D,
     )
-    index, passes = jnp.where(valid, jnp.clip(slots, 0, S - 1), -1), softmax.passes_of(G // H)
+    index = jnp.where(valid, jnp.clip(slots, 0, S - 1), -1)
+    passes = softmax.passes_of(G // H)
     H *= passes
     index = jnp.repeat(index, passes, axis=2).reshape(B * K * H, M)
     out, lse = attend(
@@ -170,15 +171,14 @@ def attend(
     the rows of queries and of `outs` those of [..., T, K, H].
     """
     rows, heads, D = q.shape
-    lists, ends = (
-        [index] if found is None else [index, found],
-        [end for *two, _ in spans for end in two],
-    )
-
-    parts, arrays = 1 if config.cluster else config.blocks, directions.ARRAYS if coded else 0
+    lists = [index] if found is None else [index, found]
+    ends = [end for start, stop, _ in spans for end in (start, stop)]
+    parts = 1 if config.cluster else config.blocks
+    arrays = directions.ARRAYS if coded else 0
 
     def again(q: Array, *flat: Array) -> tuple[Array, ...]:
-        kept, (index, *rest) = flat[: -len(lists + ends)], flat[-len(lists + ends) :]
+        kept = flat[: -len(lists + ends)]
+        index, *rest = flat[-len(lists + ends) :]
         found = rest.pop(0) if len(lists) == 2 else None
         two = zip(rest[::2], rest[1::2], (max_slots for *_, max_slots in spans), strict=True)
         return attend(
@@ -188,7 +188,8 @@ def attend(
 
     @simt.over_rows(again)
     def run(q: Array, *args: Array) -> tuple[Array, ...]:
-        kept, index = args[: -len(lists + ends)], args[-len(lists + ends)]
+        kept = args[: -len(lists + ends)]
+        index = args[-len(lists + ends)]
         shapes = tuple(jax.ShapeDtypeStruct((rows, *shape), dtype) for shape, dtype in outs)
         of_parts = tuple(
             jax.ShapeDtypeStruct((rows, parts, *n), jnp.float32) for n in ((heads, D), (heads,))
@@ -237,192 +238,363 @@ def _program(
     counted: bool, shared_by: tuple[int, ...], strides: tuple[int, ...], write: Callable[..., None], kind: str,
     scale: softmax.Scale, config: Config, order: tuple[int, int, int], coded: Coded | None,
 ) -> None:  # fmt: skip
-    heads, of_zone, D, M = sizes
-    places = M + sum(max_slots)
-    warps, blocks, tile = 4 * config.warpgroups, config.blocks, config.tile
-    t, part, row = simt.special("tid.x"), simt.part(), simt.row()
-    lane, warp = t & 31, t >> 5
-    rows = softmax.Rows(D, kind, lane)
-    width, of_token = (
-        rows.width,
-        rows.of_token,
-    )  # bytes of keys of one slot, in shared and in device memory
-    arrays, exact = (directions.ARRAYS, zones[1:]) if coded else (0, zones)
-    coded_m, refs = refs[:arrays], refs[arrays:]
-    kept_m, (index_m, *rest) = refs[: 2 * len(exact)], refs[2 * len(exact) :]
-    of_counts = [1] * counted + [*shared_by]
-    q, index, *kept = (simt.global_address(m) for m in (q_m, index_m, *kept_m))
-    q = simt.offset_rows(q, simt.swapped_row(row, *order), heads * of_token)
+    """A block attends to its part of the slots of a row, and merges with the row's other blocks."""
+    heads, rows_of_zone, D, M = sizes
+    exact = zones[1:] if coded else zones  # sizes of the zones that have keys and values
+    given = _Refs.of(
+        refs,
+        coded=directions.ARRAYS if coded else 0,
+        kept=2 * len(exact),
+        numbers=counted + len(shared_by),
+    )
+    thread = simt.special("tid.x")
+    part = simt.part()
+    row = simt.row()
+    lane = thread & 31
+    warp = thread >> 5
+    layout = softmax.Rows(D, kind, lane)
+
+    # Where this row's queries, slots, keys, values and outputs begin.
+    q, index, *kept = (simt.global_address(m) for m in (q_m, given.index, *given.kept))
+    q = simt.offset_rows(q, simt.swapped_row(row, *order), heads * layout.of_token)
     index = simt.offset_rows(index, row, M * 4)
-    ends, of_row = list(itertools.accumulate(zones)), simt.divide(row, of_zone)
+    row_of_zone = simt.divide(row, rows_of_zone)
+    ends = list(itertools.accumulate(zones))
     ends_of_exact = ends[len(zones) - len(exact) :]
-
-    def bases(places: Sequence[Any]) -> list[Any]:
-        """The address of slot 0 of this row, by zone, if the zone extended to before its first
-        slot.
-        """
-        mine = (
-            simt.offset_rows(a, of_row, n * of_token)
-            for a, n in zip(places, exact, strict=True)
-        )
-        return [
-            simt.offset_rows(a, word(e - n), -of_token)
-            for a, n, e in zip(mine, exact, ends_of_exact, strict=True)
-        ]
-
-    k, v = bases(kept[::2]), bases(kept[1::2])
-    *outs_m, room_m = rest[len(of_counts) :]
-    parted = blocks > 1 and not config.cluster
-    to = simt.special("ctaid.x") if parted else simt.swapped_row(row, *order)
-    strides = (heads * D * 4, heads * 4) if parted else strides
+    k = _slot_0(kept[::2], exact, ends_of_exact, row_of_zone, layout.of_token)
+    v = _slot_0(kept[1::2], exact, ends_of_exact, row_of_zone, layout.of_token)
+    merged_later = config.blocks > 1 and not config.cluster  # by a second kernel
+    to = simt.special("ctaid.x") if merged_later else simt.swapped_row(row, *order)
+    if merged_later:
+        strides = (heads * D * 4, heads * 4)
     outs = [
         simt.offset_rows(simt.global_address(m), to, stride)
-        for m, stride in zip(outs_m, strides, strict=True)
+        for m, stride in zip(given.outs, strides, strict=True)
     ]
-    limits = [simt.number_of(numbers, row) for numbers in zip(rest, of_counts, strict=False)]
-    found, spans = (
-        limits[0] if counted else None,
-        list(zip(limits[counted::2], limits[counted + 1 :: 2], strict=True)),
+    of_counts = [1] * counted + [*shared_by]
+    numbers = [simt.number_of(two, row) for two in zip(given.numbers, of_counts, strict=True)]
+    bounds = numbers[counted:]
+    listed = _Listed(
+        index=index,
+        M=M,
+        found=numbers[0] if counted else None,
+        spans=[
+            _Span(start, stop, most, first)
+            for start, stop, most, first in zip(
+                bounds[::2],
+                bounds[1::2],
+                max_slots,
+                ends[len(zones) - len(max_slots) - 1 :],
+                strict=False,
+            )
+        ],
     )
-    room = simt.shared_address(room_m)
-    keys = room + warp * (2 * tile * width)
-    values = keys + tile * width
-    steps = -(-places // (tile * warps * blocks))
 
-    def slots_of(step: Word) -> Word:
-        """The slot of this lane in tile `step` of the warp; all ones if there is none. Slots of
-        the list come first, then those of the spans."""
-        at = ((step * blocks + part) * warps + warp) * tile + lane
-        if tile < TILE:
-            at = (lane < tile).select(at, 1 << 30)
-        slot = simt.load_below(at, M, simt.offset(index, at * 4), NONE)
-        if found is not None:
-            slot = (at < found).select(slot, NONE)
-        first = M
-        for (start, stop), n, end in zip(
-            spans, max_slots, ends[len(zones) - len(max_slots) - 1 :], strict=False
-        ):
-            of_span = (stop > start + n).select(stop - n, start) + (at - first)
-            exists = (at >= first) & (at < first + n) & (of_span < stop)
-            slot, first = exists.select(of_span + end, slot), first + n
-        return slot
-
-    def copy(sources: Sequence[Any], to: Word, slots: Word) -> None:
-        for i in range(tile // rows.per):
-            r = rows.first + i * rows.per
-            slot = simt.from_lane(slots, r)
-            exists = slot.differs(NONE)
-            slot, source = exists.select(slot, 0), sources[-1]
-            for before, end in zip(sources[-2::-1], ends_of_exact[-2::-1], strict=True):
-                source = simt.select_address(slot < end, before, source)
-            at = simt.offset(source, slot * of_token + rows.chunk * 16)
-            code = "cp.async.cg.shared.global [$0], [$1], 16, $2;"
-            rows.copy(code, rows.place(to, r, rows.chunk), at, exists)
-        ptx("cp.async.commit_group;")
-
-    def wait() -> None:
-        """Waits for all copies but the last group's."""
-        ptx("cp.async.wait_group 1;")
-        simt.warp_barrier()
-
-    def weigh(state: Sequence[Word], slots: Word, scores: list[list[Word]]) -> Any:
-        exists = simt.ballot(slots.differs(NONE)) >> rows.quad
-        return softmax.weigh(
-            state,
-            scores,
-            lambda j, _: ((exists >> (8 * j)) & 1).differs(0),
-            scale=scale,
-            kind=kind,
-        )
-
-    def step(n: Word, slots: Word, *state: Word) -> list[Word]:
-        ahead = slots_of(n + 1) if steps > 1 else slots
-        wait()
-        scores = rows.scores(keys, queries, tile // 16)
-        simt.warp_barrier()
-        if steps > 1:
-            copy(k, keys, ahead)
-        else:
-            ptx("cp.async.commit_group;")
-        before, weights = weigh(state, slots, scores)
-        wait()
-        mixed = rows.mix(before, values, weights)
-        if steps > 1:
-            simt.warp_barrier()
-            copy(v, values, ahead)
-        return [ahead, *mixed]
-
-    def exact_of(step: Word) -> tuple[Word, Flag]:
-        """Slots past the coded zone, and whether this warp has any."""
-        slots = slots_of(step)
-        slots = (slots < zones[0]).select(NONE, slots)
-        return slots, simt.ballot(slots.differs(NONE)).differs(0)
-
-    def late(state: Sequence[Word], slots: Word, any_: Flag, copied: bool) -> list[Word]:
-        def make() -> list[Word]:
-            if not copied:
-                copy(k, keys, slots)
-                copy(v, values, slots)
-            ptx("cp.async.wait_group 0;")
-            simt.warp_barrier()
-            before, weights = weigh(state, slots, rows.scores(keys, queries, tile // 16))
-            mixed = rows.mix(before, values, weights)
-            simt.warp_barrier()
-            return mixed
-
-        return simt.branch(any_, make, state)
-
-    if coded:  # exact slots are few, most of them in the last step: they are copied ahead, and attended to afterwards
-        slots, any_ = exact_of(word(steps - 1))
-        with when(any_):
-            copy(k, keys, slots)
-            copy(v, values, slots)
-        zone = directions.Zone(coded, coded_m, of_row, q, heads, kind, lane)
-
-        def tile_of(n: Word, listed: Word, *state: Word) -> list[Word]:
-            ahead = slots_of(n + 1)
-            has = simt.ballot(listed < coded.S).differs(0)
-            return [
-                ahead,
-                *simt.branch(
-                    has, lambda: zone.add(state, listed, tile // 16, scale=scale), state
-                ),
-            ]
-
-        listing = -(-M // (tile * warps * blocks))
-        carry = loop(0, listing, 1, [slots_of(word(0)), *softmax.empty(D)])(tile_of)
-        queries = rows.queries(q, heads)
-        state = late(zone.finish(carry[1:]), slots, any_, True)
-        carry = [
-            slots,
-            *loop(0, steps - 1, 1, state)(lambda n, *state: late(state, *exact_of(n), False)),
-        ]
-    else:
-        slots = slots_of(word(0))
-        copy(k, keys, slots)
-        copy(v, values, slots)
-        queries = rows.queries(q, heads)
-        carry = [slots, *softmax.empty(D)]
-        carry = step(word(0), *carry) if steps == 1 else loop(0, steps, 1, carry)(step)
+    room = simt.shared_address(given.room)
+    keys = room + warp * (2 * config.tile * layout.width)
+    tiles = _Tiles(
+        config=config,
+        part=part,
+        warp=warp,
+        lane=lane,
+        layout=layout,
+        listed=listed,
+        ends=ends_of_exact,
+        k=k,
+        v=v,
+        keys=keys,
+        values=keys + config.tile * layout.width,
+        scale=scale,
+        kind=kind,
+    )
+    state = (
+        _attend_coded(tiles, coded, given.coded, row_of_zone, q, heads)
+        if coded
+        else _attend_exact(tiles, q, heads)
+    )
     ptx("cp.async.wait_group 0;")
     simt.block_barrier()  # the memory of the copies is reused
 
+    # Warps leave their states in shared memory, and all of them merge these.
+    threads, warps = 32 * tiles.warps, tiles.warps
     size = softmax.part_bytes(D)
-    rows.store(room + warp * size, carry[1:], heads)
+    layout.store(room + warp * size, state, heads)
     simt.block_barrier()
-    quads, whole = heads * D // 4, room + warps * size
+    quads = heads * D // 4
+    whole = room + warps * size
     mine = [room + w * size for w in range(warps)]
-    if parted:
-        loop(t, quads, 32 * warps)(lambda i: softmax.Merged(mine, i, D, "shared").write(*outs))
+    if merged_later:
+        loop(thread, quads, threads)(
+            lambda i: softmax.Merged(mine, i, D, "shared").write(*outs)
+        )
         return
-    loop(t, quads, 32 * warps)(lambda i: softmax.Merged(mine, i, D, "shared").store(whole))
+    loop(thread, quads, threads)(lambda i: softmax.Merged(mine, i, D, "shared").store(whole))
     simt.cluster_barrier()
-    share = -(-quads // blocks)
-    others = [simt.remote(whole, b) for b in range(blocks)]
 
-    @loop(part * share + t, quads, 32 * warps)
+    # Blocks merge through their cluster: each writes a share of the row.
+    share = -(-quads // config.blocks)
+    others = [simt.remote(whole, b) for b in range(config.blocks)]
+
+    @loop(part * share + thread, quads, threads)
     def _write(i: Word) -> None:
         with when(i < (part + 1) * share):
             write(softmax.Merged(others, i, D, simt.remote_space()), *outs)
 
     simt.cluster_barrier()  # a block may end once the others have read its part
+
+
+class _Refs(NamedTuple):
+    """The arrays of the kernel besides the queries."""
+
+    coded: Sequence[Any]  # those of the coded zone
+    kept: Sequence[Any]  # keys and values of each exact zone
+    index: Any
+    numbers: Sequence[Any]  # `found` of `attend`, if given, then start and stop of each span
+    outs: Sequence[Any]
+    room: Any  # the block's shared memory
+
+    @staticmethod
+    def of(refs: Sequence[Any], *, coded: int, kept: int, numbers: int) -> _Refs:
+        left = iter(refs)
+
+        def take(count: int) -> list[Any]:
+            return list(itertools.islice(left, count))
+
+        arrays = take(coded), take(kept)
+        (index,) = take(1)
+        counts = take(numbers)
+        *outs, room = left
+        return _Refs(*arrays, index, counts, outs, room)
+
+
+def _slot_0(
+    arrays: Sequence[Any],
+    sizes: Sequence[int],
+    ends: Sequence[int],
+    row: Word,
+    of_token: int,
+) -> list[Any]:
+    """The address of slot 0 of a row, by zone, if the zone extended to before its first slot:
+    slots are numbered on from zone to zone.
+    """
+    found = []
+    for array, size, end in zip(arrays, sizes, ends, strict=True):
+        own = simt.offset_rows(array, row, size * of_token)
+        found.append(simt.offset_rows(own, word(end - size), -of_token))
+    return found
+
+
+class _Span(NamedTuple):
+    """Slots [start, stop) of a zone, of which the last ones are attended to."""
+
+    start: Word
+    stop: Word
+    most: int  # slots that are attended to
+    first: int  # number of the zone's first slot
+
+
+class _Listed(NamedTuple):
+    """The slots that a row attends to: those of its list, then those of the spans."""
+
+    index: Any  # address of the list
+    M: int  # slots of the list
+    found: Word | None  # those that count; None: all
+    spans: Sequence[_Span]
+
+    @property
+    def places(self) -> int:
+        return self.M + sum(span.most for span in self.spans)
+
+    def slot(self, at: Word) -> Word:
+        """The slot at a place; all ones if there is none."""
+        slot = simt.load_below(at, self.M, simt.offset(self.index, at * 4), NONE)
+        if self.found is not None:
+            slot = (at < self.found).select(slot, NONE)
+        first = self.M
+        for start, stop, most, first_slot in self.spans:
+            of_span = (stop > start + most).select(stop - most, start) + (at - first)
+            exists = (at >= first) & (at < first + most) & (of_span < stop)
+            slot = exists.select(of_span + first_slot, slot)
+            first += most
+        return slot
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """The slots of a warp, a tile of them at a time, and their copies in shared memory."""
+
+    config: Config
+    part: Word  # of the row's blocks
+    warp: Word
+    lane: Word
+    layout: softmax.Rows
+    listed: _Listed
+    ends: Sequence[int]  # number of the slot after each zone with keys and values
+    k: Sequence[Any]  # addresses of slot 0, by zone
+    v: Sequence[Any]
+    keys: Word  # addresses of the copies of a tile
+    values: Word
+    scale: softmax.Scale
+    kind: str
+
+    @property
+    def warps(self) -> int:
+        """Warps of a block."""
+        return 4 * self.config.warpgroups
+
+    @property
+    def slots_at_once(self) -> int:
+        """Slots of a tile of each warp of the row."""
+        return self.config.tile * self.warps * self.config.blocks
+
+    @property
+    def steps(self) -> int:
+        """Tiles of each warp."""
+        return -(-self.listed.places // self.slots_at_once)
+
+    def slots(self, step: Word) -> Word:
+        """The slot of this lane in tile `step` of the warp; all ones if there is none."""
+        tile = self.config.tile
+        at = (
+            (step * self.config.blocks + self.part) * self.warps + self.warp
+        ) * tile + self.lane
+        if tile < TILE:
+            at = (self.lane < tile).select(at, 1 << 30)
+        return self.listed.slot(at)
+
+    def copy(self, sources: Sequence[Any], to: Word, slots: Word) -> None:
+        """Begins to copy the rows of `slots` from the zones' `sources`, as one group."""
+        layout = self.layout
+        for i in range(self.config.tile // layout.per):
+            r = layout.first + i * layout.per
+            slot = simt.from_lane(slots, r)
+            exists = slot.differs(NONE)
+            slot = exists.select(slot, 0)
+            source = sources[-1]
+            for before, end in zip(sources[-2::-1], self.ends[-2::-1], strict=True):
+                source = simt.select_address(slot < end, before, source)
+            at = simt.offset(source, slot * layout.of_token + layout.chunk * 16)
+            code = "cp.async.cg.shared.global [$0], [$1], 16, $2;"
+            layout.copy(code, layout.place(to, r, layout.chunk), at, exists)
+        ptx("cp.async.commit_group;")
+
+    def copy_keys(self, slots: Word) -> None:
+        self.copy(self.k, self.keys, slots)
+
+    def copy_values(self, slots: Word) -> None:
+        self.copy(self.v, self.values, slots)
+
+    def scores(self, queries: Any) -> list[list[Word]]:
+        """Products of the queries and the copied keys."""
+        return self.layout.scores(self.keys, queries, self.config.tile // 16)
+
+    def mix(self, state: Sequence[Word], weights: Any) -> list[Word]:
+        """The state with the copied values mixed in."""
+        return self.layout.mix(state, self.values, weights)
+
+    def weigh(self, state: Sequence[Word], slots: Word, scores: list[list[Word]]) -> Any:
+        """`softmax.weigh` of the keys of `slots` that there are."""
+        exists = simt.ballot(slots.differs(NONE)) >> self.layout.quad
+        return softmax.weigh(
+            state,
+            scores,
+            lambda j, _: ((exists >> (8 * j)) & 1).differs(0),
+            scale=self.scale,
+            kind=self.kind,
+        )
+
+
+def _wait_for_earlier() -> None:
+    """Waits for all copies but the last group's."""
+    ptx("cp.async.wait_group 1;")
+    simt.warp_barrier()
+
+
+def _attend_exact(tiles: _Tiles, q: Any, heads: int) -> list[Word]:
+    """The state of a warp's softmax after all its tiles.
+
+    While the values of a tile are on their way its keys are scored, and while the keys of the
+    next are, its values are mixed.
+    """
+    several = tiles.steps > 1
+    slots = tiles.slots(word(0))
+    tiles.copy_keys(slots)
+    tiles.copy_values(slots)
+    queries = tiles.layout.queries(q, heads)
+
+    def step(n: Word, slots: Word, *state: Word) -> list[Word]:
+        ahead = tiles.slots(n + 1) if several else slots
+        _wait_for_earlier()
+        scores = tiles.scores(queries)
+        simt.warp_barrier()
+        if several:
+            tiles.copy_keys(ahead)
+        else:
+            ptx("cp.async.commit_group;")  # an empty group, so that the values are awaited
+        before, weights = tiles.weigh(state, slots, scores)
+        _wait_for_earlier()
+        mixed = tiles.mix(before, weights)
+        if several:
+            simt.warp_barrier()
+            tiles.copy_values(ahead)
+        return [ahead, *mixed]
+
+    carry = [slots, *softmax.empty(tiles.layout.D)]
+    carry = step(word(0), *carry) if not several else loop(0, tiles.steps, 1, carry)(step)
+    return carry[1:]
+
+
+def _attend_coded(
+    tiles: _Tiles, coded: Coded, refs: Sequence[Any], row: Word, q: Any, heads: int
+) -> list[Word]:
+    """The state of a warp's softmax after the codes of its slots, then its exact slots.
+
+    Exact slots are few, most of them in the last tile: these are copied ahead, and attended to
+    afterwards.
+    """
+
+    def exact_slots(step: Word) -> tuple[Word, Flag]:
+        """Slots past the coded zone, and whether this warp has any."""
+        slots = tiles.slots(step)
+        slots = (slots < coded.S).select(NONE, slots)
+        return slots, simt.ballot(slots.differs(NONE)).differs(0)
+
+    last, has_last = exact_slots(word(tiles.steps - 1))
+    with when(has_last):
+        tiles.copy_keys(last)
+        tiles.copy_values(last)
+
+    zone = directions.Zone(coded, refs, row, q, heads, tiles.kind, tiles.lane)
+
+    def add_codes(n: Word, slots: Word, *state: Word) -> list[Word]:
+        ahead = tiles.slots(n + 1)
+        has_codes = simt.ballot(slots < coded.S).differs(0)
+        tiles_of_16 = tiles.config.tile // 16
+        added = simt.branch(
+            has_codes, lambda: zone.add(state, slots, tiles_of_16, scale=tiles.scale), state
+        )
+        return [ahead, *added]
+
+    steps_with_codes = -(-tiles.listed.M // tiles.slots_at_once)
+    carry = [tiles.slots(word(0)), *softmax.empty(tiles.layout.D)]
+    carry = loop(0, steps_with_codes, 1, carry)(add_codes)
+    queries = tiles.layout.queries(q, heads)
+
+    def add_exact(state: Sequence[Word], slots: Word, any_: Flag, copied: bool) -> list[Word]:
+        def add() -> list[Word]:
+            if not copied:
+                tiles.copy_keys(slots)
+                tiles.copy_values(slots)
+            ptx("cp.async.wait_group 0;")
+            simt.warp_barrier()
+            before, weights = tiles.weigh(state, slots, tiles.scores(queries))
+            mixed = tiles.mix(before, weights)
+            simt.warp_barrier()
+            return mixed
+
+        return simt.branch(any_, add, state)
+
+    state = add_exact(zone.finish(carry[1:]), last, has_last, True)
+    return loop(0, tiles.steps - 1, 1, state)(
+        lambda n, *state: add_exact(state, *exact_slots(n), False)
+    )
