@@ -36,6 +36,7 @@ CONTENTS = {  # caption -> pages; of the guides, methods, notebooks and API belo
     "Measurements": [
         "docs/performance",
         "docs/real_models",
+        "docs/board",
         "docs/claims",
         "docs/scaling",
         "benchmarks/README",

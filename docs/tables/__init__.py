@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 
 from docs.tables import (
+    board,
     claims,
     commands,
     gpus,
@@ -31,6 +32,7 @@ from docs.tables.reading import ROOT
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 PICTURE = ROOT / "docs" / "decode_step.svg"
+FOLDER = ROOT / "docs" / "pictures"  # of the board's pictures, by name
 PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -57,6 +59,8 @@ TABLES: dict[str, Callable[[], str]] = {
         scaling.cells, scaling.links, scaling.prompts, scaling.scaling, gpus.gpus, gpus.cards,
         tpus.tpus,
         tpus.tpu_kernels,
+        board.board_reads, board.board_holds, board.board_drafts, board.board_gsm8k, board.board_ruler,
+        board.board_perplexity, board.boards,
     )
 }  # fmt: skip
 TABLES |= {name: partial(commands.block, name) for name in commands.PAGES}
@@ -68,7 +72,9 @@ def fill(text: str) -> str:
 
 
 def main() -> None:
-    """Writes the tables of all pages, and the picture."""
+    """Writes the tables of all pages, and the pictures."""
     for page in PAGES:
         page.write_text(fill(page.read_text()))
     PICTURE.write_text(picture())
+    for name, draw in board.PICTURES.items():
+        (FOLDER / f"{name}.svg").write_text(draw())

@@ -113,6 +113,21 @@ def evaluate(
             help="Decode nothing; write the table and plots of all results in --out and its subfolders.",
         ),
     ] = False,
+    board: Annotated[
+        bool,
+        typer.Option(
+            "--board",
+            help="Also count tokens accepted of drafts, and write board.md, board.json and curves: scores at equal "
+            "bytes read and at equal memory. Default tasks: needles and ruler-synthetic; default caches: all that "
+            "apply to the model.",
+        ),
+    ] = False,
+    step_times: Annotated[
+        Path | None,
+        optional(
+            "With --board: a file of benchmarks/real_speed.py of the same model, for scores by microseconds of a step."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Scores tasks by decoding their answers through caches; writes a table and plots by cache
@@ -135,10 +150,12 @@ def evaluate(
         _report(read_cells(out), out, as_json)
         return
     from kvjax.evaluate.caches import make_rows, without_budget
-    from kvjax.evaluate.tasks import make_tasks
+    from kvjax.evaluate.tasks import LENGTH, SAMPLES, make_tasks
     from kvjax.spec import require_int
 
     # Parse: what is wrong is said here, before examples are made.
+    if step_times is not None and not board:
+        raise ValueError(f"--step-times {step_times} is for --board; add it, or leave this out")
     if quick:
         task = task or list(QUICK.tasks)
         cache = cache or list(QUICK.caches)
@@ -151,9 +168,18 @@ def evaluate(
     check_folder("--out", out)
     directory = model_directory(model_dir)
     kind = dtype_name(dtype)
+    lengths = None if length is None else sizes("--length", length)
+    budgets = None if budget is None else sizes("--budget", budget)
+    if board:
+        from kvjax.evaluate.board import TASKS, default_budgets, default_caches
+
+        task = task or list(TASKS)
+        cache = cache or default_caches(without_weights(directory).config)
+        if budgets is None and without_budget(cache):
+            budgets = default_budgets(max(lengths or [LENGTH]))
     tasks = make_tasks(
         task or ["needles"],
-        lengths=None if length is None else sizes("--length", length),
+        lengths=lengths,
         samples=samples,
         seed=seed,
         text=text,
@@ -161,7 +187,7 @@ def evaluate(
     )
     rows = make_rows(
         cache or ["full", "fier"],
-        budgets=None if budget is None else sizes("--budget", budget),
+        budgets=budgets,
         dense_layers=dense_layers,
         group_reduces=None if group_reduce is None else group_reduce.split(","),
     )
@@ -174,6 +200,25 @@ def evaluate(
 
     # Print.
     _report(_cells(plans), out, as_json)
+    if board:
+        from kvjax.cli.board import finish
+
+        written = finish(
+            directory,
+            _cells(plans),
+            rows,
+            lengths=lengths or [LENGTH],
+            samples=samples or SAMPLES,
+            seed=seed,
+            text=text,
+            batch=batch,
+            parallel=parallel,
+            dtype=kind,
+            resume=resume,
+            step_times=step_times,
+            out=out,
+        )
+        say(f"wrote {', '.join(map(str, written))}")
 
 
 def _given(ctx: typer.Context, *, but: Collection[str]) -> list[str]:

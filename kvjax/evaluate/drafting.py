@@ -73,7 +73,13 @@ def compare_choices(chosen: np.ndarray, wanted: np.ndarray, draft: int = DRAFT) 
     (0.8, 0.6)
     """
     real = wanted != PAD
-    right = (chosen == wanted) & real
+    return count_accepted((chosen == wanted) & real, real, draft)
+
+
+def count_accepted(right: np.ndarray, real: np.ndarray, draft: int = DRAFT) -> Acceptance:
+    """The acceptance of steps by whether each chose the right token, bool[B, T], where `real`
+    bool[B, T]; a draft begins at every step that has `draft` of them.
+    """
     shares = []
     so_far = np.ones_like(right)
     begins = _later(real, draft - 1)  # of a whole draft

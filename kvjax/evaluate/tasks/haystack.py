@@ -112,7 +112,7 @@ def weave(
                 f"depths must be {len(lines)} rising shares in [0, 1], one for each line, got {depths}"
             )
         places = [round(depth * room) for depth in depths]
-    body = _excerpt(tokenizer, text, room, rng)
+    body = excerpt(tokenizer, text, room, rng)
     starts, at = [], 0
     for place, line in zip(places, lines, strict=True):
         out += body[at:place]
@@ -129,7 +129,7 @@ def first_tokens(tokenizer: Any) -> list[int]:
     return [bos] if bos is not None and bos in tokenizer("")["input_ids"] else []
 
 
-def _excerpt(
+def excerpt(
     tokenizer: Any, text: str | Sequence[int] | np.ndarray, count: int, rng: random.Random
 ) -> list[int]:
     """`count` token ids from a random place on; the text wraps around at its end."""
