@@ -59,6 +59,18 @@ def test_python_blocks_of_a_page_run_in_order(page, tmp_path, monkeypatch, capsy
         assert "[301] [[64. 64.]]" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_a_python_block_that_does_not_run_says_why(page):
+    """Blocks that are fenced as `python` run; any other fence of Python follows a comment with
+    the reason.
+    """
+    text = read(page)
+    for block in re.finditer(r"^```(?:py|python3|pycon|Python)\n", text, re.MULTILINE):
+        assert re.search(r"<!-- not run: [^>]+ -->\n$", text[: block.start()]), (
+            f"{page}: fence it as python, so that the suite runs it, or say above it why it cannot run"
+        )
+
+
 IMPORTS = {
     "jax": "import jax",
     "jnp": "import jax.numpy as jnp",
