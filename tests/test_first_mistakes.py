@@ -13,16 +13,19 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.tree_util import register_dataclass
 
 import kvjax
 from kvjax import models, presets
-from kvjax.generation import decode, prefill
+from kvjax.evaluate import Example
+from kvjax.evaluate.tasks import check_task, checking
+from kvjax.generation import decode, drafts, prefill, processors
 
 SPEC = kvjax.CacheSpec(
     batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=64, dtype="float32"
@@ -94,6 +97,109 @@ def donated(made: Any) -> Any:
     for leaf in jax.tree.leaves(made):
         leaf.delete()
     return made
+
+
+# ---------------------------------------------------------------------------------------- drafts and tasks of one's own
+
+
+@register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Guesser:
+    """Drafts token 7, as often as it may."""
+
+    seen: Any  # i32[B] tokens so far
+    max_tokens: Any = dataclasses.field(default=3, metadata={"static": True})
+    exact: ClassVar[Any] = False
+    idle: ClassVar[Any] = None
+
+    @property
+    def state(self) -> Any:
+        return self.seen
+
+    def with_state(self, state: Any) -> Any:
+        return dataclasses.replace(self, seen=state)
+
+    def pays(self, active: Any, most: Any) -> None:
+        return None
+
+    def propose(self, now: drafts.Round) -> Any:
+        tokens = jnp.full((len(now.token), self.max_tokens), 7, jnp.int32)
+        drafted = jnp.full_like(now.token, self.max_tokens)
+        return drafts.Proposal(tokens, drafted, now.cache, self)
+
+    def accept(self, tokens: Any, taken: Any, drafted: Any) -> Any:
+        return dataclasses.replace(self, seen=self.seen + taken)
+
+
+class Loose(Guesser):
+    """A drafter that nothing registers."""
+
+    def __init__(self) -> None:
+        object.__setattr__(self, "seen", None)
+        object.__setattr__(self, "max_tokens", 3)
+
+
+def changed(found: Any, **values: Any) -> Any:
+    """A proposal or an example with other fields."""
+    if isinstance(found, drafts.Proposal):
+        return found._replace(**values)
+    return dataclasses.replace(found, **values)
+
+
+def guess(*, start: Any = None, **changes: Any) -> Any:
+    """Generates with drafts of a `Guesser` of which some members are others."""
+    kind = register_dataclass(
+        dataclasses.dataclass(frozen=True)(type("Guesser", (Guesser,), changes))
+    )
+
+    class Guess:
+        tokens = 3
+
+        def start(self, model: Any, cache: Any, *prompt: Any) -> Any:
+            return kind(jnp.zeros(2, jnp.int32)) if start is None else start
+
+    return kvjax.generate(model(), cache(), [[1], [2]], max_new_tokens=4, draft=Guess())
+
+
+def proposing(**values: Any) -> Any:
+    """Generates with drafts whose proposals have some fields changed."""
+    return guess(propose=lambda own, now: changed(Guesser.propose(own, now), **values))
+
+
+class Quiz:
+    """A task of one question."""
+
+    name: Any = "quiz"
+    metric: Any = "exact match"
+    max_new_tokens: Any = 4
+    stop: Any = ("\n",)
+    chat: Any = False
+
+    def key(self) -> Any:
+        return {"task": "quiz"}
+
+    def examples(self, tokenizer: Any) -> Any:
+        return [Example("0", "What is it?", ("42",))]
+
+    def score(self, example: Example, answer: str) -> Any:
+        return float(answer == example.answers[0])
+
+
+def ask(**changes: Any) -> Any:
+    """Everything that an evaluation asks of a `Quiz` of which some members are others."""
+    task = check_task("compare(task=...)", type("Quiz", (Quiz,), changes)())
+    checking.key_of(task)
+    (example,) = checking.examples_of(task, None, vocabulary=50)
+    return checking.score_of(task, example, "7")
+
+
+def asking(**values: Any) -> Any:
+    """Asks a `Quiz` whose example has some fields changed."""
+    return ask(examples=lambda task, _: [changed(Quiz.examples(task, None)[0], **values)])
+
+
+def sums(processors: Any) -> Any:
+    return kvjax.generate(model(), cache(), [[1], [2]], max_new_tokens=2, processors=processors)
 
 
 ROWS: dict[str, tuple[Callable[[], Any], str]] = {
@@ -591,6 +697,167 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: kvjax.generate(model(), cache(), [1, 2], max_new_tokens=2),  # type: ignore[list-item]
         r"for one row write \[tokens\]",
     ),
+    # ------------------------------------------------------------------------------------------- drafts of one's own
+    "a draft that starts nothing": (
+        lambda: guess(start=0),
+        r"what Guess\.start returns must be a drafter, got 0, which has no with_state, pays, propose, accept, state, "
+        r"max_tokens, exact, idle; .* make kvjax\.generation\.drafts\.Drafter its base",
+    ),
+    "a drafter that is no pytree": (
+        lambda: guess(start=Loose()),
+        r"what Guess\.start returns is a Loose, which is no pytree; make it a frozen dataclass with",
+    ),
+    "a drafter of more tokens than a step takes": (
+        lambda: guess(start=Guesser(jnp.zeros(2, jnp.int32), 16)),
+        r"Guesser\.max_tokens must be at most 15, got 16",
+    ),
+    "a drafter that verifies by a word": (
+        lambda: guess(exact="no"),
+        r"Guesser\(exact=\.\.\.\) must be True or False, got 'no'",
+    ),
+    "a drafter that is idle without a reason": (
+        lambda: guess(idle=True),
+        r"Guesser\.idle is True, wanted None, or why nothing is drafted as text",
+    ),
+    "a proposal that is a pair": (
+        lambda: guess(propose=lambda own, now: (now.token, now.token)),
+        r"Guesser\.propose returned a tuple, wanted a kvjax\.generation\.drafts\.Proposal",
+    ),
+    "a proposal of one token for each row": (
+        lambda: proposing(tokens=jnp.zeros(2, jnp.int32)),
+        r"Guesser\.propose returned tokens int32\[2\], wanted int32\[2, 3\], max_tokens for each row",
+    ),
+    "a proposal of fewer tokens": (
+        lambda: proposing(tokens=jnp.zeros((2, 2), jnp.int32)),
+        r"Guesser\.propose returned tokens int32\[2, 2\], wanted int32\[2, 3\]",
+    ),
+    "a proposal of floats": (
+        lambda: proposing(tokens=jnp.zeros((2, 3))),
+        r"Guesser\.propose returned tokens float32\[2, 3\], wanted int32\[2, 3\]",
+    ),
+    "a number of tokens for all rows": (
+        lambda: proposing(drafted=3),
+        r"Guesser\.propose returned drafted 3, wanted int32\[2\], how many for each row",
+    ),
+    "a proposal without a cache": (
+        lambda: proposing(cache=None),
+        r"Guesser\.propose returned the cache None, wanted the form that it had",
+    ),
+    "a proposal of another drafter": (
+        lambda: proposing(drafter=None),
+        r"Guesser\.propose returned a drafter None, wanted a Guesser",
+    ),
+    "a state that changes its dtype": (
+        lambda: guess(accept=lambda own, *_: own.with_state(own.seen.astype(jnp.float32))),
+        r"Guesser\.accept returned a state float32\[2\], wanted int32\[2\] as before",
+    ),
+    "a state where a drafter is wanted": (
+        lambda: guess(accept=lambda own, *_: own.seen),
+        r"Guesser\.accept returned a drafter int32\[2\], wanted a Guesser",
+    ),
+    "a draft with a mistake of its own": (
+        lambda: guess(propose=lambda own, now: now.token.nothing),
+        r"Guesser\.propose raised AttributeError: .*nothing.*; its traceback is that of this error's cause",
+    ),
+    # ----------------------------------------------------------------------------------------------------- processors
+    "a function for the processors": (
+        lambda: sums(lambda logits: logits),
+        r"processors must be a Processors, got a function; make one: kvjax\.generation\.processors\.Processors\(",
+    ),
+    "a dict for the processors": (
+        lambda: sums({"repetition_penalty": 1.1}),
+        "processors must be a Processors, got a dict; make one",
+    ),
+    "the class of the processors": (
+        lambda: sums(processors.Processors),
+        "processors must be a Processors, got a type",
+    ),
+    "a penalty that is no number": (
+        lambda: processors.Processors(repetition_penalty=float("nan")),
+        r"Processors\(repetition_penalty=\.\.\.\) must be a finite number, got nan",
+    ),
+    "one id to suppress": (
+        lambda: processors.Processors(suppress_tokens=5),  # type: ignore[arg-type]
+        r"Processors\(suppress_tokens=\.\.\.\) must be .*integers.*got 5",
+    ),
+    "an n-gram of half a token": (
+        lambda: processors.Processors(no_repeat_ngram_size=2.5),  # type: ignore[arg-type]
+        r"Processors\(no_repeat_ngram_size=\.\.\.\) must be an integer, got 2\.5",
+    ),
+    "a history of other rows": (
+        lambda: sums(processors.Processors(repetition_penalty=1.1, history=((1,),))),
+        r"Processors\(history=\.\.\.\) has 1 rows, and the request 2",
+    ),
+    # -------------------------------------------------------------------------------------------- tasks of one's own
+    "a stop that is a text": (
+        lambda: ask(stop="\n"),
+        r"Quiz\.stop is '\\n', wanted texts in a tuple",
+    ),
+    "new tokens as text": (
+        lambda: ask(max_new_tokens="4"),
+        r"Quiz\.max_new_tokens is '4', wanted a number of tokens",
+    ),
+    "a task without a name": (lambda: ask(name=None), r"Quiz\.name is None, wanted a text"),
+    "a template by name": (
+        lambda: ask(chat="llama"),
+        r"Quiz\.chat is 'llama', wanted True or False",
+    ),
+    "no examples": (
+        lambda: ask(examples=lambda task, tokenizer: None),
+        r"Quiz\.examples returned None, wanted a list of kvjax\.evaluate\.Example",
+    ),
+    "examples that are dicts": (
+        lambda: ask(examples=lambda task, tokenizer: [{"prompt": "?"}]),
+        r"Quiz\.examples returned a dict, wanted a kvjax\.evaluate\.Example at 0",
+    ),
+    "an answer that is not in a tuple": (
+        lambda: asking(answers="42"),
+        r"Quiz\.examples returned an Example with answers='42', wanted texts in a tuple, such as \(\"42\",\)",
+    ),
+    "an answer that is a number": (
+        lambda: asking(answers=(42,)),
+        r"Quiz\.examples returned an Example with answers=a tuple, wanted texts in a tuple",
+    ),
+    "a number for an id": (
+        lambda: asking(id=0),
+        r"Quiz\.examples returned an Example with id=0, wanted a text that no other example has",
+    ),
+    "a prompt of rows": (
+        lambda: asking(prompt=[[1, 2]]),
+        r"Quiz\.examples returned an Example with prompt=a list, wanted a text, or token ids below 50",
+    ),
+    "a prompt of another tokenizer": (
+        lambda: asking(prompt=(1, 99)),
+        "with prompt=a tuple, wanted a text, or token ids below 50",
+    ),
+    "a question that is text": (
+        lambda: asking(question="why"),
+        "with question='why', wanted token ids below 50",
+    ),
+    "a key that is a name": (
+        lambda: ask(key=lambda task: "quiz"),
+        r"Quiz\.key returned 'quiz', wanted a dict of JSON",
+    ),
+    "a key with an array": (
+        lambda: ask(key=lambda task: {"seed": np.arange(2)}),
+        r"Quiz\.key returned no JSON \(.*ndarray.*\), wanted a dict of JSON",
+    ),
+    "no score": (
+        lambda: ask(score=lambda task, example, answer: None),
+        r"Quiz\.score returned None, wanted a number from 0 to 1, for the answer '7'",
+    ),
+    "a score that is nan": (
+        lambda: ask(score=lambda task, example, answer: float("nan")),
+        r"Quiz\.score returned nan, wanted a number from 0 to 1",
+    ),
+    "a score in percent": (
+        lambda: ask(score=lambda task, example, answer: 100.0),
+        r"Quiz\.score returned 100\.0, wanted a number from 0 to 1",
+    ),
+    "a score that takes no wrong answer": (
+        lambda: ask(score=lambda task, example, answer: 1 / (int(answer) - 7)),
+        r"Quiz\.score raised ZeroDivisionError: .*, for the answer '7' to example 0; it must take every answer",
+    ),
 }
 
 
@@ -801,3 +1068,12 @@ def test_a_save_that_cannot_make_its_directory_says_so(tmp_path: Path) -> None:
         OSError, match=r"save cannot make the directory .*/file/saves .*; give one to write in"
     ):
         kvjax.save(tmp_path / "file" / "saves", layer())
+
+
+def test_own_drafts_and_tasks_without_a_mistake_pass() -> None:
+    plain = kvjax.generate(model(), cache(), [[1], [2]], max_new_tokens=4)
+    assert guess().rows == plain.rows
+    assert ask() == 0.0
+    assert ask(score=lambda task, example, answer: jnp.float32(1)) == 1.0
+    assert ask(score=lambda task, example, answer: True) == 1.0
+    assert asking(prompt=np.arange(50), question=()) == 0.0

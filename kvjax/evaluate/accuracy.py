@@ -16,6 +16,7 @@ from jax import Array
 from kvjax.cache.cache import Cache, attending
 from kvjax.evaluate.plan import Plan, feed
 from kvjax.evaluate.tasks import Task
+from kvjax.evaluate.tasks.checking import score_of
 from kvjax.generation import decode
 from kvjax.models import Checkpoint
 
@@ -55,7 +56,7 @@ def answer(
                 "answers": list(example.answers),
                 "answer": text,
                 "new_tokens": new_tokens,
-                "score": float(plan.task.score(example, text)),
+                "score": score_of(plan.task, example, text),
             }
     mean = (seen + np.asarray(attended) * steps) / max(before + steps, 1)
     return found, mean.tolist(), before + steps

@@ -30,6 +30,7 @@ from kvjax.evaluate.caches import Row, check_rows
 from kvjax.evaluate.provenance import digest_json, model_digest, own_digest, provenance
 from kvjax.evaluate.store import FORMAT, Cell, Progress
 from kvjax.evaluate.tasks import Example, Task
+from kvjax.evaluate.tasks.checking import examples_of, key_of, score_of
 from kvjax.generation.loops import check_finite, has_no_best
 from kvjax.memory import on_host
 from kvjax.models import Checkpoint
@@ -103,7 +104,7 @@ def prepare(
         damaged result, or no cache that can hold the model. If only some caches cannot, their
         cells say why.
     """
-    examples = list(task.examples(checkpoint.tokenizer))
+    examples = examples_of(task, checkpoint.tokenizer, vocabulary=checkpoint.config.vocab_size)
     ids = [example.id for example in examples]
     if not ids or len(set(ids)) < len(ids):
         raise ValueError(
@@ -125,7 +126,7 @@ def prepare(
         "model": model_digest(checkpoint.directory) if model is None else model,
         "dtype": dtype.name,
         "task": {
-            **task.key(),
+            **key_of(task),
             "max_new_tokens": task.max_new_tokens,
             "stop": list(task.stop),
             "stop_tokens": list(checkpoint.stop_tokens),
@@ -157,9 +158,7 @@ def prepare(
                 cell.examples
             ):  # its results stay; its score may be that of an earlier version of the task
                 if "answer" in example:
-                    example["score"] = float(
-                        task.score(by_id[example["id"]], example["answer"])
-                    )
+                    example["score"] = score_of(task, by_id[example["id"]], example["answer"])
         cells[row.name] = cell
     policies = {row.name: row.policies for row in rows if row.policies is not None}
     notes = {row.name: row.note for row in rows if row.note}

@@ -27,6 +27,7 @@ from kvjax.cache.editing import rollback
 from kvjax.cache.editing import room as free_room
 from kvjax.cache.flushing import flush
 from kvjax.compiling import Program
+from kvjax.generation.draft_contract import accept, propose
 from kvjax.generation.drafts import Draw, Round, accepted
 from kvjax.generation.prefilling import Model, kinds_of, like
 from kvjax.generation.processors import History, Rules, process
@@ -596,7 +597,7 @@ class _Rounds:
         draft that the model draws, too.
         """
         now = self.begin(s)
-        proposal = self.drafter.with_state(s.state).propose(now)
+        proposal = propose(self.drafter.with_state(s.state), now)
         drafted = jnp.where(now.active, jnp.clip(proposal.drafted, 0, now.most), 0)
         fed = jnp.concatenate([now.token[:, None], proposal.tokens], axis=1)
         verified = self.feed(proposal.cache, fed, jnp.where(now.active, 1 + drafted, 0))
@@ -716,7 +717,7 @@ class _Rounds:
             active=s.active & ~jnp.any(self.ends(fed.tokens) & kept, axis=1),
             attended=attended,
             counted=counted,
-            state=drafter.accept(fed.tokens, taken, drafted).state,
+            state=accept(drafter, fed.tokens, taken, drafted),
             numbers=s.numbers + jnp.stack(numbers),
             log_probabilities=log_probabilities,
         )

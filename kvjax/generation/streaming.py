@@ -39,6 +39,7 @@ from jax.typing import ArrayLike
 from kvjax.cache.cache import Cache, attending, raise_on_overflow
 from kvjax.compiling import Program, compile_clock
 from kvjax.generation.callables import as_model
+from kvjax.generation.draft_contract import check_drafter
 from kvjax.generation.drafts import Draft, SelfDraft, Speculation, check_draft
 from kvjax.generation.loops import (
     PAD,
@@ -329,7 +330,8 @@ def stream(
     drafter = None
     if draft is not None:
         check_draft(draft, cache)
-        drafter = draft.start(model, cache, tokens, lengths, max_new_tokens)
+        started = draft.start(model, cache, tokens, lengths, max_new_tokens)
+        drafter = check_drafter(draft, started)
         block = max(block, drafter.max_tokens + 1)
     final = on_host(cache.length) + lengths + max_new_tokens
     with compile_clock() as clock:
@@ -643,7 +645,7 @@ def warm_up(
         prompt = np.zeros((B, prompt_tokens), np.int32)
         # a self-draft decides by the length whether it drafts; others read the prompt, too
         read = one * prompt_tokens if isinstance(draft, SelfDraft) else one
-        drafter = draft.start(model, cache, prompt, read, max_new_tokens)
+        drafter = check_drafter(draft, draft.start(model, cache, prompt, read, max_new_tokens))
     logits, cache = warm_prefill(model, cache, prompt_tokens, chunk=chunk)
     report(1, 2, "for decode steps")
     draws = Draws.of(sampling, jax.random.key(0), B)

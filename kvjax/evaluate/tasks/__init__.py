@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvjax.evaluate.tasks.checking import check_fields
 from kvjax.evaluate.tasks.protocol import Example, Task
 from kvjax.presets.loading import FILE, announced, load, load_announced, reference
 from kvjax.presets.parsing import arguments_of, read_settings, settings_of
@@ -94,7 +95,7 @@ def check_task(where: str, task: Any) -> Task:
     """The task, if it has what a `Task` has.
 
     Raises:
-      ValueError: it does not.
+      ValueError: it does not, or a field is not what `Task` says.
     """
     check_verbs(
         where,
@@ -105,6 +106,7 @@ def check_task(where: str, task: Any) -> Task:
         fields=FIELDS,
         protocol="kvjax.evaluate.Task",
     )
+    check_fields(task)
     return task
 
 
