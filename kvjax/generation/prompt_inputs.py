@@ -19,7 +19,7 @@ from jax import Array
 from jax.sharding import AxisType
 from jax.typing import ArrayLike
 
-from kvjax.cache.cache import Cache, check_rotation, shared_tokens
+from kvjax.cache.cache import Cache, LayerCache, check_rotation, shared_tokens
 from kvjax.memory import on_host
 from kvjax.spec import require_int
 from kvjax.validation import MOST, check_alive, short_repr
@@ -260,6 +260,7 @@ def check_model_cache(model: Any, cache: Any, asked: Iterable[str] = ()) -> None
     donated, that suits it.
     """
     check_model(model, asked)
+    _check_layers(cache)
     if not isinstance(cache, Cache):
         raise ValueError(
             f"cache must be the Cache of a whole model, got {short_repr(cache)}; make one with "
@@ -269,6 +270,21 @@ def check_model_cache(model: Any, cache: Any, asked: Iterable[str] = ()) -> None
     config: Any = getattr(model, "config", None)
     if hasattr(config, "check_cache"):
         config.check_cache(cache)
+
+
+def _check_layers(cache: Any) -> None:
+    """Raises ValueError for layers that were stacked for a scan: a run flushes and takes back
+    tokens layer by layer.
+    """
+    layers = (cache,) if isinstance(cache, LayerCache) else getattr(cache, "layers", ())
+    for layer in layers:
+        lengths = layer.state.length if isinstance(layer, LayerCache) else 0
+        if jnp.ndim(lengths) > 1:
+            raise ValueError(
+                f"cache holds layers that are stacked, of lengths {list(jnp.shape(lengths))}; give it as kvjax.init "
+                "makes it, and let a model with stacked weights loop over cache.layers, with weights "
+                "jax.tree.map(lambda w: w[i], stacked) for layer i"
+            )
 
 
 def check_fit(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -164,3 +165,48 @@ def test_an_engine_makes_the_cache_of_a_model_that_says_its_sizes() -> None:
 def test_what_is_a_pytree_stays_as_it_is(variables: Any) -> None:
     for model in (jax.tree_util.Partial(Linen().apply, variables), 3, Linen):
         assert as_model(model) is model
+
+
+class Scanned(linen.Module):
+    """The blocks of `Linen` as one, whose weights are stacked by a scan; it has no cache."""
+
+    @linen.compact
+    def __call__(self, tokens: Any) -> Any:
+        over = {"params": 0}
+        scan = linen.scan(Block, variable_axes=over, split_rngs={"params": True}, length=LAYERS)
+        x, _ = scan(name="blocks")(linen.Embed(32, 16, name="embed")(tokens), None)
+        return linen.Dense(32, use_bias=False, name="logits")(x)
+
+
+def layer_by_layer(params: Any, tokens: Any, cache: Any, **call: Any) -> Any:
+    """The recipe of the guide for stacked weights."""
+    last_logits = call.pop("last_logits", False)
+    x = params["embed"]["embedding"][tokens]
+    layers = []
+    for i, layer in enumerate(cache.layers):
+        weights = jax.tree.map(lambda w, i=i: w[i], params["blocks"])
+        x, layer = Block().apply({"params": weights}, x, layer, **call)
+        layers.append(layer)
+    if last_logits:
+        lengths = call.get("lengths")
+        last = jnp.zeros(len(x), jnp.int32) if lengths is None else lengths - 1
+        x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
+    return x @ params["logits"]["kernel"], kvjax.Cache(tuple(layers))
+
+
+def test_stacked_weights_of_a_scan_generate_layer_by_layer() -> None:
+    params = Scanned().init(jax.random.key(0), jnp.zeros((1, 3), jnp.int32))["params"]
+    spec = dataclasses.replace(SPEC, batch=1)
+    cache = kvjax.init(kvjax.Full(), spec, layers=LAYERS)
+    model = partial(layer_by_layer, params)
+    (found,) = kvjax.generate(model, cache, [[1, 2, 3]], max_new_tokens=4).rows
+    text = jnp.array([[1, 2, 3, *found]])
+    wanted = jnp.argmax(Scanned().apply({"params": params}, text), axis=-1)[0, 2:-1]
+    assert found == wanted.tolist()
+
+
+def test_a_cache_that_was_stacked_is_refused_with_the_recipe(variables: Any) -> None:
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *empty().layers)
+    for cache in (stacked, kvjax.Cache((stacked,))):
+        with pytest.raises(ValueError, match=r"layers that are stacked, .*\bw\[i\], stacked\)"):
+            kvjax.generate(partial(Linen().apply, variables), cache, PROMPT, max_new_tokens=2)  # type: ignore[arg-type]
