@@ -142,8 +142,9 @@ def log_probability(logits: Array, tokens: Array, draws: Draws | None) -> Array:
     """The log-probabilities f32[B] or f32[B, T] of tokens, by logits with a last axis V over the
     temperature of each row; that of greedy rows counts as 1.
 
-    >>> log_probability(jnp.log(jnp.array([[0.25, 0.75]])), jnp.array([1]), None).round(3).tolist()
-    [-0.2879999876022339]
+    >>> logits = jnp.log(jnp.array([[0.25, 0.75]]))
+    >>> f"{log_probability(logits, jnp.array([1]), None)[0]:.3f}"
+    '-0.288'
     """
     logits = logits.astype(jnp.float32)
     if draws is not None:
