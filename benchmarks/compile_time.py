@@ -5,7 +5,7 @@ on CPU.
     [--repeats 3] [--out FILE]
 
 A step writes one token to a layer and attends. The loop is a `fori_loop` over tokens, with all
-layers unrolled and one flush of all of them, as in docs/guides.md. Layers are equal (`rest` of
+layers unrolled and one flush of all of them, as in docs/guides/own_model.md. Layers are equal (`rest` of
 the preset), with the heads of a Llama-3.1-8B.
 
 `--trees` compares several checkouts: each repeat starts a fresh process for each of them in

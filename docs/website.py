@@ -31,7 +31,15 @@ COPIED = (
 CONTENTS = {  # caption -> pages; of the guides, methods, notebooks and API below
     "Start": ["docs/getting_started", "docs/concepts", "docs/faq"],
     "Methods": ["docs/methods", "docs/gallery", "docs/support"],
-    "Guides": ["docs/guides"],
+    "Guides": [
+        "docs/guides",
+        "docs/guides/checkpoint",
+        "docs/guides/own_model",
+        "docs/guides/serve",
+        "docs/guides/memory",
+        "docs/guides/devices",
+        "docs/guides/extend",
+    ],
     "Notebooks": [],
     "Measurements": [
         "docs/performance",

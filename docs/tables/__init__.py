@@ -30,7 +30,7 @@ from docs.tables import (
 from docs.tables.decode_step import picture
 from docs.tables.reading import ROOT
 
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 PICTURE = ROOT / "docs" / "decode_step.svg"
 FOLDER = ROOT / "docs" / "pictures"  # of the board's pictures, by name
 PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

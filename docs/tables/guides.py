@@ -1,4 +1,4 @@
-"""The tables of docs/guides.md: decoding several tokens, offload to the host, and layers that
+"""The tables of docs/guides/: decoding several tokens, offload to the host, and layers that
 share a selection.
 """
 

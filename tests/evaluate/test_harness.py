@@ -23,7 +23,7 @@ from kvjax.evaluate.harness import KvjaxLM
 from kvjax.models import Checkpoint
 from tests.checkpoint import write_checkpoint
 
-GUIDES = Path(__file__).parents[2] / "docs" / "guides.md"
+GUIDES = Path(__file__).parents[2] / "docs" / "guides" / "extend.md"
 KEY = "The pass key is {0}. Remember it.\nWhat is the pass key? The pass key is "
 
 

@@ -20,7 +20,8 @@ from tests.checkpoint import write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
-DOCS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
+DOCS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
+GUIDES = [page for page in DOCS if page.startswith("docs/guides/")]
 PAGES = ["README.md", *DOCS]
 
 
@@ -82,9 +83,10 @@ IMPORTS = {
 }
 
 
-def test_a_section_of_the_guides_imports_what_it_uses():
+@pytest.mark.parametrize("page", GUIDES)
+def test_a_section_of_a_guide_imports_what_it_uses(page):
     """A reader who comes by a link copies one section."""
-    for title, text in sections(read("docs/guides.md")).items():
+    for title, text in sections(read(page)).items():
         bound = set()
         for _, block in blocks(text, "python"):
             tree = ast.parse(block)
@@ -196,9 +198,15 @@ def test_a_changed_number_is_found():
 # -------------------------------------------------------------------------------------------------------------- names
 
 
-def test_contents_of_the_guides_name_every_section():
-    head = read("docs/guides.md").partition("\n## ")[0]
-    assert set(re.findall(r"\[([^\]]+)\]\(#", head)) == set(sections(read("docs/guides.md")))
+@pytest.mark.parametrize("page", GUIDES)
+def test_contents_of_a_guide_name_every_section(page):
+    head = read(page).partition("\n## ")[0]
+    assert set(re.findall(r"\[([^\]]+)\]\(#", head)) >= set(sections(read(page)))
+
+
+def test_first_page_of_the_guides_names_every_page():
+    links = re.findall(r"\]\((guides/\w+\.md)\)", read("docs/guides.md"))
+    assert sorted(f"docs/{link}" for link in links) == GUIDES
 
 
 @pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "MAINTAINING.md", "CHANGELOG.md"])
