@@ -204,7 +204,7 @@ def boards() -> str:
     parts = []
     for path in sorted(RESULTS.glob("board_*.json")):
         parts += _board(json.loads(path.read_text()), path.name)
-    return "\n".join(parts)
+    return "\n".join(parts) or "None is in the folder of results yet.\n"
 
 
 def _board(board: Mapping[str, Any], file: str) -> list[str]:
