@@ -49,7 +49,7 @@ def test_every_part_stands_on_its_page():
 
 
 def test_every_exported_name_stands_on_a_page_that_one_reads():
-    pages = [website.ROOT / "README.md", *(website.ROOT / "docs").glob("*.md")]
+    pages = [website.ROOT / "README.md", *(website.ROOT / "docs").rglob("*.md")]
     text = "".join(page.read_text() for page in pages)
     assert not [
         name for name in kvjax.__all__ if not re.search(rf"\bkvjax\.{name}\b|`{name}\b", text)
@@ -59,7 +59,7 @@ def test_every_exported_name_stands_on_a_page_that_one_reads():
 def test_every_name_that_the_docs_use_stands_on_a_page_of_the_api():
     """A name that a reader copies is public, and public is what the API pages list."""
     listed = list(website.documented().values())
-    for page in [website.ROOT / "README.md", *(website.ROOT / "docs").glob("*.md")]:
+    for page in [website.ROOT / "README.md", *(website.ROOT / "docs").rglob("*.md")]:
         text = page.read_text()
         names = {
             f"kvjax.{name}"
