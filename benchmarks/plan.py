@@ -81,11 +81,26 @@ class Cell:
         return self.kind not in UNTIMED
 
     def words(self, places: dict[str, str], more: str = "") -> list[str]:
-        """The arguments of the command and `more`, with `places` for the names in braces."""
-        words = shlex.split(f"{self.command} {more}")
+        """The arguments of the command, with the options of `more` instead of its own of those
+        names, and with `places` for the names in braces.
+        """
+        words = _replaced(shlex.split(self.command), shlex.split(more))
         for name, place in places.items():
             words = [word.replace(f"{{{name}}}", place) for word in words]
         return words if words[0] == "-m" else [str(ROOT / "benchmarks" / words[0]), *words[1:]]
+
+
+def _replaced(words: list[str], later: list[str]) -> list[str]:
+    """`words` with the options `later` instead of those of the same names."""
+    names = {word for word in later if word.startswith("--")}
+    kept = []
+    drops = False
+    for word in words:
+        if word.startswith("--"):
+            drops = word in names
+        if not drops:
+            kept.append(word)
+    return [*kept, *later]
 
 
 def cells() -> list[Cell]:
