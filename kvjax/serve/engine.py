@@ -592,7 +592,7 @@ class Engine:
         """Marks work that must run to its end: arrays that are donated would be gone."""
         self._in_change = True
         yield
-        self._in_change = False
+        self._in_change = False  # not in a `finally`: `step` asks if an exception came within
 
     def _do(self, work: Work) -> None:
         match work:
@@ -669,7 +669,7 @@ class Engine:
         """The slot of a row that begins like a prompt, and for how many tokens: whole chunks,
         so that the rest is read in the chunks in which the whole would be.
         """
-        best = (-1, 0, True)
+        best = (-1, 0, True)  # no slot; a row with nothing in common is no better
         for slot, request in self._running() if self._can_share else ():
             same = min(same_tokens(request.prompt, prompt), len(prompt) - 1)
             same = same // self.chunk * self.chunk
@@ -721,7 +721,9 @@ class Engine:
             self._prompt_tokens += len(piece)
 
     def _admit(self, prompt: Prompt) -> bool:
-        """Whether a prompt that is read can have a slot; it may have to wait for a prefix."""
+        """Whether a prompt that is read can have a slot; it may have to wait for a prefix. The
+        scheduler asks, while its caller has the lock of the books.
+        """
         if self._shared is None:
             return True
         request: Any = prompt.answers[0]
@@ -776,7 +778,9 @@ class Engine:
             self._keeper.keep_prompt(reading.row, request)
 
     def _release(self, prompt: Prompt) -> None:
-        """Gives back the row of a prompt, so that the next one takes its arrays."""
+        """Gives back the row of a prompt, so that the next one takes its arrays. A row that is
+        parked has none on the device.
+        """
         self._starts.pop(prompt, None)
         reading = self._readings.pop(prompt, None)
         if reading is not None and reading.homes is None:

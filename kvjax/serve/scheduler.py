@@ -1,10 +1,12 @@
 """Which prompt is read next, and which request gets which slot: the decisions of an engine.
 
-    waiting  --begin-->  reading  --assign_slot-->  running  --end-->  done
+    waiting  --Begin-->  reading  --Assign-->  running  --end-->  done
 
 A request waits in a queue until its prompt begins to be read, runs once a slot holds its row,
 and may end at any moment. Nothing here knows arrays: an `Engine` asks for one piece of work
 after another (`Scheduler.schedule`), does each on the device, and then lets the rows decode.
+A request is in its next stage as soon as `schedule` returns a `Begin` or an `Assign`, before
+the device has done it; `put_back` lets it wait again.
 
 How prompts share the time of the device:
 
@@ -36,7 +38,7 @@ class Stage(enum.StrEnum):
 
     WAITING = "waiting"  # in the queue
     READING = "reading"  # its prompt is being read, or is read and has no slot yet
-    RUNNING = "running"  # decodes in a slot
+    RUNNING = "running"  # decodes in a slot, or has left it before its last tokens are seen
     DONE = "done"
 
 
@@ -142,6 +144,10 @@ class Queue:
 class Scheduler:
     """The queues and slots of an engine.
 
+    A step calls `begin_step`, then `leave` for requests whose tokens are all asked for, then
+    `schedule` until that returns None. Each `Begin` is answered, before the next `schedule`, by
+    `begin`, by `put_back`, or by the `end` of its requests.
+
     Args:
       capacities: of each slot, in tokens; `LONGEST` where all are alike. Then a prompt is also
         read ahead of a free slot.
@@ -173,7 +179,7 @@ class Scheduler:
         self._waiting = {size: Queue() for size in sorted(set(self.capacities))}
         self._prompt_of = dict[Scheduled, Prompt]()  # of requests without a slot
         self._arrivals = itertools.count()
-        self._first: Prompt | None = None  # the one in the first row
+        self._first: Prompt | None = None  # in the first row: the oldest when that was free
         self._to_first = False  # whether the next chunk is for it
         self._budget = prompt_tokens  # tokens that this step may still read
         self._admits = True  # no prompt was refused a slot in this step
@@ -195,7 +201,9 @@ class Scheduler:
         prompt.chunks = deque(chunks)
 
     def put_back(self, prompt: Prompt) -> None:
-        """Lets a prompt wait again, since there is no row for it beside the others."""
+        """Lets a prompt wait again, since there is no row for it beside the others. From then
+        on no more than those are read at once.
+        """
         self.readers = max(len(self.reading) - 1, 1)
         if prompt not in self.reading:  # all of its requests have ended meanwhile
             return
@@ -233,6 +241,7 @@ class Scheduler:
         return finished
 
     def begin_step(self) -> None:
+        """Lets a step read `prompt_tokens` tokens, and ask anew which prompts are admitted."""
         self._budget = self.prompt_tokens
         self._admits = True
 
@@ -241,7 +250,7 @@ class Scheduler:
     def schedule(self) -> Work | None:
         """The next piece of work of this step; None when it is time to decode."""
         # Prompts that are read take the free slots, the oldest first.
-        for prompt in self._read():
+        for prompt in self._without_slot():
             slot = self._smallest_free(prompt.size)
             if slot is not None and self._admits:
                 self._admits = self._admit(prompt)
@@ -338,13 +347,15 @@ class Scheduler:
 
     # ------------------------------------------------------------------ choices
 
-    def _read(self) -> list[Prompt]:
+    def _without_slot(self) -> list[Prompt]:
         """Prompts that are read and wait for a slot, the oldest first."""
         both = [*self.parked, *(prompt for prompt in self.reading if prompt.is_read)]
         return sorted(both, key=_arrival)
 
     def _next_to_begin(self) -> Prompt | None:
-        """The next prompt to read, if there is a row to read it into."""
+        """The next prompt to read, if there is a row to read it into. The oldest takes the
+        first row, if that is free.
+        """
         if self._first is None:
             self._first = self._oldest_waiting()
             if self._first is not None:
@@ -364,6 +375,7 @@ class Scheduler:
         oldest = [queue.oldest for queue in self._waiting.values()]
         free = self._free_capacities()
         for prompt in sorted((one for one in oldest if one is not None), key=_arrival):
+            # Where all slots are alike, the first row is read into ahead of a free one.
             ahead = self._first is None and self._queue_size(prompt) == LONGEST
             if ahead or any(capacity >= prompt.size for capacity in free):
                 return prompt
