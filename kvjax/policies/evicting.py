@@ -53,12 +53,12 @@ class EvictingState:
 
     tokens: Block  # [B, K, S, D]
     position: Array  # i32[B, K, S] of each token
-    # f32[B, K, S] what the evictor knows of each token; None if it needs nothing
+    # f32[B, K, S] what the evictor knows of each token; None if it keeps no evidence
     evidence: Array | None
     length: Array  # i32[B] tokens received, which is the position of the next one
-    # bool[B] a token was stored whose query the evictor has not seen yet; None as above
+    # bool[B] a token was stored whose query the evictor has not seen yet; None if it sees none
     due: Array | None
-    # f32[B, K, G, n, D] what the evictor remembers of queries; None as above
+    # f32[B, K, G, n, D] what the evictor remembers of queries; None if it remembers none
     memory: Array | None
     # bool[B, K, S] tokens of prompts, which are kept beside the budget; None: they compete
     pinned: Array | None
@@ -122,7 +122,7 @@ class Evicting(Policy):
     keys are rotated to their places among the held ones, and the query to the place after them.
     Keys are then held twice, as they came and rotated, so that each is rounded once however
     often it moves.
-    `BesidePrompt` keeps the tokens of prompts too.
+    `kvjax.contrib.raas.BesidePrompt` keeps the tokens of prompts too.
     """
 
     evictor: Evictor
@@ -178,9 +178,11 @@ class Evicting(Policy):
 
     @property
     def _needs_queries(self) -> bool:
+        # Whether it remembers queries does not depend on the head size, here 8.
         return self.evictor.arrival is not None or self.evictor.remembers(8) > 0
 
     def update(self, st: EvictingState, k: Array, v: Array, active: Array) -> EvictingState:
+        # Several tokens leave a full row now; a single one leaves as its slot is taken below.
         if self.every > 1:
             full = active & (st.tokens.count >= self._limit(st))
             if self.rope is None:
@@ -195,12 +197,12 @@ class Evicting(Policy):
             k = turn_positions(k, by, self.rope).astype(k.dtype)
         B, K, S = st.position.shape
         added = active.astype(jnp.int32)
-        # the code below reads only this one: XLA would copy the old one if it read both
+        # Only the new length is read below: XLA would copy the old one if both were.
         length = st.length + added
         slot = self._slot(st, length)
 
         # A KV head is a row of its own here, whose count is the slot to write: out of range, it
-        # writes nothing.
+        # writes nothing. No row overflows: `at < 0` is false for all.
         at = jnp.where(active[:, None], slot, S).reshape(-1)
         in_range = at < S
 
@@ -252,15 +254,15 @@ class Evicting(Policy):
         # One kernel attends to all slots, unless some are hidden by a window or have other
         # positions, or the logits are computed above anyway.
         window = step.window
-        moved = self._renumbered
+        renumbered = self.evictor.renumbered
         fits = window is None or (self.evictor.keeps_newest and st.tokens.slots <= window)
-        if fits and not weighed and not moved:
+        if fits and not weighed and not renumbered:
             return self._attend_held(st, at_place, step), after, info
         seen = visible[:, :, None]
         logits = step.logits
-        if moved:
+        if renumbered:
             queries = at_place[:, :, :, None]
-            part = self._attend_moved(st, queries, seen, moved, logits=logits)
+            part = self._attend_renumbered(st, queries, seen, renumbered, logits=logits)
         else:
             part = attend_part(at_place, st.tokens.k, st.tokens.v, seen, logits=logits)
         return merge_sinks(part, step.sinks).out, after, info
@@ -280,6 +282,7 @@ class Evicting(Policy):
         if st.evidence is not None and self.evictor.arrival is not None:
             weights = step.weights(at_place, st.tokens.k, seen)
             evidence = self._see_step(st, weights, step)
+            # An evictor may give back what it got; the weights are then not computed.
             weighed = evidence is not st.evidence
             evidence = jnp.where(st.due[:, None, None], evidence, st.evidence)
             after = replace(after, evidence=evidence)
@@ -321,6 +324,7 @@ class Evicting(Policy):
             st = replace(st, memory=self.evictor.see_queries(st.memory, _scaled(q, step), at))
         if self.evictor.arrival is None:
             return self._keep(st, k, v, lengths, None)
+        # The attention of the voters is evidence, by which tokens are kept.
         voters = self._voters(st, lengths, k.shape[2])
         votes = self._votes(st, q, k, lengths, voters, step)
         return self._keep(st, k, v, lengths, votes)
@@ -450,7 +454,9 @@ class Evicting(Policy):
         tokens = Tokens(
             line.evidence, line.position, end, self._share(S), line.k, line.v, st.memory
         )
-        score = self._scores(tokens, None if room is None else line.pinned, line.source)
+        # The tokens of a prompt compete although they are pinned: they may be too many.
+        pinned = None if room is None else line.pinned
+        score = self._scores(tokens, pinned, line.source)
         place = self._best_places(line, score, S, most)
         valid = place < L
         place = jnp.minimum(place, L - 1)
@@ -563,6 +569,7 @@ class Evicting(Policy):
         B, K, S = st.position.shape
         n = self.every
         count = st.tokens.count - n * full.astype(jnp.int32)  # tokens after the eviction
+        # A token in a slot past that count moves to the gap of an evicted one before it.
         last = (count[:, None] + jnp.arange(n, dtype=jnp.int32)[None])[:, None]
         last = jnp.broadcast_to(last, (B, K, n))
 
@@ -582,8 +589,8 @@ class Evicting(Policy):
         position = self._positions(st)
         tokens = self._tokens(st, position, st.length)
         score = jnp.where(position >= 0, self._scores(tokens, st.pinned), jnp.inf)
-        age = jnp.where(position >= 0, position, st.tokens.slots)
-        return jnp.lexsort((age, score), axis=-1)[..., : self.every].astype(jnp.int32)
+        arrived = jnp.where(position >= 0, position, st.tokens.slots)
+        return jnp.lexsort((arrived, score), axis=-1)[..., : self.every].astype(jnp.int32)
 
     def _close_up(self, st: EvictingState, full: Array) -> EvictingState:
         """`st` less `every` tokens of each row that is `full` bool[B]; the others are rotated
@@ -619,11 +626,12 @@ class Evicting(Policy):
         first = chunk_starts(st.length, q.shape[3], step.window)
         B, K, G, T, D = q.shape
         q = self._turned(st, q)
-        if moved := self._renumbered:
+        if renumbered := self.evictor.renumbered:
             seen = jnp.broadcast_to(self._valid(st)[:, :, None], (B, 1, T, st.tokens.slots))
             if first is not None:
                 seen = seen & (st.position[:, :, None] >= first[:, None, :, None])
-            return self._attend_moved(st, q, jnp.tile(seen, (1, 1, G, 1)), moved, logits=logits)
+            seen = jnp.tile(seen, (1, 1, G, 1))
+            return self._attend_renumbered(st, q, seen, renumbered, logits=logits)
         if first is None:
             return attend_zone(
                 q, st.tokens.k, st.tokens.v, None, st.tokens.count, logits=logits
@@ -638,21 +646,17 @@ class Evicting(Policy):
             parts.append(attend_part(q.reshape(B, K, G * T, D), k, v, mask, logits=logits))
         return merge(*parts)
 
-    @property
-    def _renumbered(self) -> int:
-        return self.evictor.renumbered
-
-    def _attend_moved(
-        self, st: EvictingState, q: Array, seen: Array, moved: int, *, logits: Logits
+    def _attend_renumbered(
+        self, st: EvictingState, q: Array, seen: Array, renumbered: int, *, logits: Logits
     ) -> PartialAttention:
         """Attention of q [B, K, G, T, D], a part over G*T, to the slots `seen` bool[B, 1 or K,
         1 or G*T, S].
 
-        The first `moved` slots hold tokens whose distance to a query counts only the tokens
-        still held in between.
+        The first `renumbered` slots hold tokens whose distance to a query counts only the
+        tokens still held in between.
         """
         B, K, G, T, D = q.shape
-        n = min(moved, st.tokens.slots)
+        n = min(renumbered, st.tokens.slots)
         turned = self.evictor.turn(q, st.tokens.count - st.length)
         parts = []
         for queries, slots in ((turned, slice(0, n)), (q, slice(n, None))):
@@ -699,9 +703,9 @@ class Evicting(Policy):
         position = jnp.where(valid, st.position, -1)
         scores = self._scores(self._tokens(st, position, end), st.pinned)
         score = jnp.where(valid, lax.stop_gradient(scores), jnp.inf)
-        age = jnp.where(valid, st.position, NEVER)
+        arrived = jnp.where(valid, st.position, NEVER)
         slot = lax.broadcasted_iota(jnp.int32, position.shape, 2)
-        operands = (score, age, vary_with(slot, score))
+        operands = (score, arrived, vary_with(slot, score))
         last = (jnp.float32(jnp.inf), jnp.int32(NEVER), jnp.int32(0))
 
         def least(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
