@@ -258,9 +258,11 @@ class Retrieval(SelectedZones):
         return rest - rest % self.selector.unit
 
     def sizes(self, st: ZonedState) -> tuple[int, int]:
-        """Slots that can be pending, in whole units: the first of the recent block, before
-        those of the local window. And units that a step gathers: those of the budget, or room
-        for all of a row that is still attended densely."""
+        """Slots that can be pending, in whole units, and the most units that a step gathers.
+
+        Pending slots are the first of the recent block, before those of the local window. The
+        units are those of the budget, or of all of a row that is still attended densely.
+        """
         unit = self.selector.unit
         pending = max(-(-(st.recent.slots - self.local) // unit), 1)
         dense = -(-max(self.dense_below - self.sink - self.local, 0) // unit)

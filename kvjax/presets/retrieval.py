@@ -44,9 +44,9 @@ def fier(
     """FIER: every token is kept, and a step attends to the `budget` tokens whose 1-bit keys
     score best.
 
-    Tokens of the history are scored by 1-bit keys, and pending ones by their exact keys. The
-    paper has no tokens that are always attended, so `sink` is 0 and `local` is only the new
-    token.
+    Tokens of the history are scored by 1-bit keys (`kvjax.Fier` has the formulas), and pending
+    ones by their exact keys. The paper has no tokens that are always attended, so `sink` is 0
+    and `local` is only the new token.
 
     Args:
       group: tokens that share a scale and a zero point of the 1-bit keys.

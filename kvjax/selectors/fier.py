@@ -38,11 +38,12 @@ class Fier(Selector):
         score(q, k) = scale * q . k~     where k~ = middle + half if bit, else middle - half
 
     `kvjax.numerics.quant.quantize_1bit` computes the first line when a chunk of keys is
-    appended, and `kvjax.ops.score_1bit` the second in each step; `kvjax.ops.select_1bit` scores
-    and selects in one kernel.
+    appended, and `kvjax.ops.score_1bit` the second in each step, with the model's `scale` of
+    the logits; `kvjax.ops.select_1bit` scores and selects in one kernel. In a `OneBit`, half is
+    `scale` and middle is `zero`.
 
-    Index: D/8 bytes per key for the bits and 4 D/g for scale and zero point in 16 bits; at g =
-    32 and D = 128, 32 bytes per key and kv head, 1/8 of a bf16 key.
+    Index: D/8 bytes per key for the bits and 4 D/g for half and middle in 16 bits; at g = 32
+    and D = 128, 32 bytes per key and kv head, 1/8 of a bf16 key.
 
     With `page` above 1 whole pages are selected, each by the best score of its tokens, or by
     the mean of its scores: an ablation in which FIER reads pages as Quest does. All but the
@@ -55,8 +56,8 @@ class Fier(Selector):
     scores.
     """
 
-    group: int = 32
-    group_reduce: GroupReduce = "mean_softmax"
+    group: int = 32  # tokens that share half and middle
+    group_reduce: GroupReduce = "mean_softmax"  # for the heads of a GQA group
     page: int = 1  # tokens that are selected together
     page_reduce: PageReduce = "max"  # the score of a page
 
@@ -80,9 +81,8 @@ class Fier(Selector):
         lead = (spec.batch, spec.kv_heads)
         D = spec.head_dim
         groups = (*lead, slots // self.group, D)
-        dtype = jnp.dtype(
-            spec.dtype if jnp.dtype(spec.dtype).itemsize == 2 else jnp.bfloat16
-        )  # f16 could overflow
+        # The keys' own 16 bits, else bf16: f16 could overflow.
+        dtype = jnp.dtype(spec.dtype if jnp.dtype(spec.dtype).itemsize == 2 else jnp.bfloat16)
         return OneBit(
             jnp.zeros((*lead, slots, D // 8), jnp.uint8),
             jnp.zeros(groups, dtype),
@@ -122,6 +122,7 @@ class Fier(Selector):
     def select(
         self, ix: OneBit, q: Array, candidates: Candidates, *, logits: Logits
     ) -> Selection | PackedSelection:
+        # The kernel selects single tokens, and puts the one of lowest rank last.
         if self.page > 1 or not candidates.fit(num_sorted_last=1, window=True):
             return super().select(ix, q, candidates, logits=logits)
         return ops.select_1bit(q, ix, candidates, self.group_reduce, logits=logits)
