@@ -339,7 +339,11 @@ def _attend_prompt(cache: MaybeCache, call: Call) -> tuple[Array, MaybeCache, No
 
 
 def _attend_step(cache: LayerCache, call: Call) -> Attended:
-    """One decode step of the rows whose `count` is 1: flush, store, attend."""
+    """One decode step of the rows whose `count` is 1: flush, store, attend.
+
+    The policy of the layer has these verbs: `Retrieval` stores as all `Zoned` policies do, in
+    `kvjax.policies.zones`, and attends in `kvjax.policies.retrieval`.
+    """
     q = call.q
     active = call.count > 0
     k = _heads_first(call.k)
@@ -347,7 +351,7 @@ def _attend_step(cache: LayerCache, call: Call) -> Attended:
     if call.flush:
         cache = flush_full(cache, active)
     state = cache.policy.update(cache.state, k, v, active)
-    queries = q[:, 0].reshape(*k.shape[:2], -1, q.shape[3])
+    queries = q[:, 0].reshape(*k.shape[:2], -1, q.shape[3])  # [B, K, G, D]
     out, state, info = cache.policy.attend(state, queries, replace(call.step, active=active))
     out = out.astype(q.dtype).reshape(*q.shape[:-1], -1)
     return out, replace(cache, state=state), info

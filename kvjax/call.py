@@ -116,8 +116,8 @@ def _traced_once(
     """`verb`, traced once for all layers of a program with equal policies and shapes; without
     jit, one program.
 
-    A call, which XLA inlines first: to inline it in JAX takes twice the time to trace and lower
-    32 layers.
+    It stays a call in the program, which XLA inlines first: with `inline=True`, JAX would take
+    twice the time to trace and lower 32 layers.
     """
     return verb(cache, call)
 

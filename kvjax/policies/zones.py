@@ -3,8 +3,8 @@
 A row's first `sink` tokens stay in the sink. All others enter the recent block, and leave it in
 chunks for the history, which a store holds. So each token lies in exactly one zone:
 
-    sink | history (store) | recent block            slots of the last two:  0 ... S-1 | S ...
-    S+R-1
+    sink | history (store) | recent block
+         | slots 0 ... S-1 | slots S ... S+R-1
 
 A selection names slots, because kernels read slots; reports and laws need positions.
 `Zoned.positions` gives the position of a slot, `lowest_slot` the first slot of a zone at or

@@ -125,9 +125,8 @@ class LogSparse:
         leaving = 1, 3, 5, ..., 2W - 1     staying = 0, 2, 4, ..., 2W - 2, then 2W to 3W - 1
 
     as `leaving` and `staying` return; `Compressed` moves them, to a store such as `Quantized`.
-    So 2W to 3W tokens are in
-    the block, the newest W of them adjacent (`local` may be at most W); they reach back about W
-    log2 W tokens, and a row's first token never leaves.
+    So 2W to 3W tokens are in the block, the newest W of them adjacent (`local` may be at most
+    W); they reach back about W log2 W tokens, and a row's first token never leaves.
 
     A full block is thinned before the next token comes, so the query of the step that filled it
     reads all 3W.
