@@ -137,7 +137,7 @@ def measure_of(cell: dict[str, Any]) -> str:
 
 
 def _of_case(cell: dict[str, Any]) -> Cell:
-    """A mean over layers, or one of them; layers are the sample of its error."""
+    """A mean over layers, which are the sample of its error, or one of them, which has none."""
     name, file, value = cell["name"], cell["file"], cell["value"]
     if "pick" in cell:
         values = sorted(load_results(file)[cell["case"]][value])
@@ -146,9 +146,7 @@ def _of_case(cell: dict[str, Any]) -> Cell:
             "second least": values[1],
             "median": statistics.median(values),
         }[cell["pick"]]
-        return Cell(
-            name, picked, statistics.stdev(values) / math.sqrt(len(values)), source=file
-        )
+        return Cell(name, picked, None, source=file)
     layers = load_results(file)[cell["case"]].get("by_layer", {}).get(value, ())
     stderr = statistics.stdev(layers) / math.sqrt(len(layers)) if layers else None
     return Cell(
