@@ -164,6 +164,8 @@ def _with_error(row: dict[str, Any], value: str) -> tuple[float, float | None]:
     number = row[value]
     if value == "batch":
         return number, 0.0
+    if value == "added":  # the ratio of two times, less 1
+        return number, (1 + number) * math.sqrt(2) * SINGLE_TIMING / 2
     if f"{value}_stderr" in row:
         return number, row[f"{value}_stderr"]
     low, high, middle = (row.get(f"tpot_ms{end}") for end in ("_min", "_max", ""))
