@@ -204,9 +204,9 @@ class Scheduler:
         """Lets a prompt wait again, since there is no row for it beside the others. From then
         on no more than those are read at once.
         """
-        self.readers = max(len(self.reading) - 1, 1)
         if prompt not in self.reading:  # all of its requests have ended meanwhile
             return
+        self.readers = max(len(self.reading) - 1, 1)
         self.reading.remove(prompt)
         self._first = None if prompt is self._first else self._first
         self._queue_of(prompt).add(prompt)
@@ -356,13 +356,13 @@ class Scheduler:
         """The next prompt to read, if there is a row to read it into. The oldest takes the
         first row, if that is free.
         """
+        if len(self.reading) >= self.readers:
+            return None
         if self._first is None:
             self._first = self._oldest_waiting()
             if self._first is not None:
                 return self._first
         unread = [prompt for prompt in self.reading if not prompt.is_read]
-        if len(self.reading) >= self.readers:
-            return None
         if not unread:  # the first row waits for a slot of its own size
             return self._oldest_waiting() if self.reading else None
         most = min(prompt.left for prompt in unread) // 2

@@ -341,6 +341,49 @@ def test_a_row_that_cannot_be_made_lets_its_prompt_wait():
     assert long.began < short.began
 
 
+def test_a_prompt_that_was_put_back_begins_only_when_others_have_left():
+    """Also where it would have the first row: else `schedule` would begin it again and again, and
+    the others would not be read.
+    """
+    one = machine(slots=3)
+    first, second = (one.submit(tokens)[0] for tokens in (CHUNK, 4096))
+    one.scheduler.begin_step()
+    begun = one.scheduler.schedule()
+    assert isinstance(begun, Begin)
+    one.scheduler.begin(begun.prompt, [CHUNK])
+    (third,) = one.submit(4096)
+    one.scheduler._begin(one.scheduler._oldest_waiting())
+    one.scheduler.begin(one.scheduler.reading[1], [CHUNK] * 64)
+
+    # The first is read and gets a slot; the third then takes the first row.
+    assert isinstance(one.scheduler.schedule(), Read)
+    one.scheduler.begin_step()
+    assert isinstance(one.scheduler.schedule(), Assign)
+    assert first.state == "running"
+    work = one.scheduler.schedule()
+    assert isinstance(work, Begin)
+    assert work.prompt.answers == (third,)
+
+    one.scheduler.put_back(work.prompt)
+    assert one.scheduler.readers == 1
+    work = one.scheduler.schedule()
+    assert isinstance(work, Read)
+    assert work.prompt.answers == (second,)
+    one.run_until(second, third)
+
+
+def test_a_prompt_that_nobody_wants_any_more_costs_no_reader():
+    one = machine()
+    one.submit(4096)
+    one.run_step()
+    (short,) = one.submit(8)
+    one.scheduler.begin_step()
+    work = one.scheduler.schedule()
+    one.scheduler.end(short)
+    one.scheduler.put_back(work.prompt)
+    assert one.scheduler.readers == 3
+
+
 def test_random_requests_all_get_slots_and_nothing_stays():
     """Requests come and are cancelled in every stage."""
     for seed in range(60):
