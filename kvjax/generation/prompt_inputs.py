@@ -278,10 +278,13 @@ def _check_layers(cache: Any) -> None:
     """
     layers = (cache,) if isinstance(cache, LayerCache) else getattr(cache, "layers", ())
     for layer in layers:
-        lengths = layer.state.length if isinstance(layer, LayerCache) else 0
-        if jnp.ndim(lengths) > 1:
+        state = layer.state if isinstance(layer, LayerCache) else ()
+        # Shapes alone are asked for: a cache may have been donated, or lie on other devices. A
+        # state has counts by row, which are of one axis.
+        counts = min(map(np.shape, jax.tree.leaves(state)), key=len, default=())
+        if len(counts) > 1:
             raise ValueError(
-                f"cache holds layers that are stacked, of lengths {list(jnp.shape(lengths))}; give it as kvjax.init "
+                f"cache holds layers that are stacked, with counts of shape {list(counts)}; give it as kvjax.init "
                 "makes it, and let a model with stacked weights loop over cache.layers, with weights "
                 "jax.tree.map(lambda w: w[i], stacked) for layer i"
             )
