@@ -1,8 +1,8 @@
 """Finds the layers that should select for the layers after them, on a text: the anchors of
 shared selections.
 
-    python -m benchmarks.calibrate MODEL --text book.txt --length 4K --cache fier:budget=451
-    --share 4 --out fier4.json
+    python -m benchmarks.calibrate MODEL --text book.txt --length 4K --cache fier:budget=451 \\
+        --share 4 --out fier4.json
 
 The file is for `--cache fier:budget=451,anchors=fier4.json` of the commands of kvjax, and for
 `anchors=` of presets.

@@ -1,8 +1,8 @@
 """One decode step of the methods that papers compare with, in a layer of Llama-3.1-8B, beside
 full attention by cuDNN.
 
-    python benchmarks/compared.py [--lengths 32768,131072] [--methods cudnn,shadowkv] [--out
-    FILE]
+    python benchmarks/compared.py [--lengths 32768,131072] [--methods cudnn,shadowkv] \\
+        [--out FILE]
 
 As `decode_step.py`, for methods that need the queries of a prompt, rebuild keys or keep parts
 of a token in different places. A prompt of normal random queries, keys and values is stored by

@@ -1,8 +1,8 @@
 """Several decode steps of a row in one call of `kvjax.decode`, by method, length and number of
 tokens.
 
-    python benchmarks/decode_tokens.py [--lengths 131072] [--batches 1] [--tokens 1,2,4,8,16]
-    [--methods fier]
+    python benchmarks/decode_tokens.py [--lengths 131072] [--batches 1] \\
+        [--tokens 1,2,4,8,16] [--methods fier]
 
 A layer of Llama-3.1-8B takes T tokens that each attend by selection, as in a model that
 verifies the tokens of a draft. Device time is measured as in `decode_step.py`: several unrolled

@@ -1,8 +1,8 @@
 """One GPU against several: the same tokens, and TPOT of a Llama-3.1-8B shape with random
 weights, by placement.
 
-    python benchmarks/devices.py [--methods full,fier] [--placements ctx=2,model=2+ctx=2]
-    [--sizes 131072x2] [--links]
+    python benchmarks/devices.py [--methods full,fier] [--placements ctx=2,model=2+ctx=2] \\
+        [--sizes 131072x2] [--links]
 
 Needs two GPUs or more; with n of them the placements are none, a mesh of one device (what a
 placement costs by itself), data=n (rows split, the model on each), model=n (heads, MLP and

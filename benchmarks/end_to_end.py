@@ -1,8 +1,8 @@
 """TPOT of a Llama-3.1-8B shape with random weights, by method, length and batch, against full
 attention by cuDNN.
 
-    python benchmarks/end_to_end.py --out end_to_end.json [--lengths 8192,32768,131072]
-    [--batches 1,8 | --largest]
+    python benchmarks/end_to_end.py --out end_to_end.json [--lengths 8192,32768,131072] \\
+        [--batches 1,8 | --largest]
         [--methods cudnn,full,fier,pariskv,freekv,logquant] [--prompt]
 
 `throughput.py` says what is timed. One row is the strongest full attention that JAX offers,

@@ -1,9 +1,10 @@
 """Evictors, retrievals and codes at equal memory: perplexity of long answers, and needles that
 are asked for late.
 
-    python benchmarks/evictors.py [MODEL_DIR] --text book.txt [--budget 256] [--prompt 1024]
-    [--new-tokens 2048] python -m benchmarks.gsm8k MODEL --data DIR --shots 0 --chat
-    --max-new-tokens 2048 --budget 256 --out gsm8k \\
+    python benchmarks/evictors.py [MODEL_DIR] --text book.txt [--budget 256] [--prompt 1024] \\
+        [--new-tokens 2048]
+    python -m benchmarks.gsm8k MODEL --data DIR --shots 0 --chat --max-new-tokens 2048 \\
+        --budget 256 --out gsm8k \\
         $(python benchmarks/evictors.py MODEL --list)
 
 The model continues passages of a book at temperature 1, and decodes its own text through each

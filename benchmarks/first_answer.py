@@ -1,9 +1,9 @@
 """The first answer of a process: wall and CPU seconds from its start, with an empty and a
 filled cache of programs.
 
-    python benchmarks/first_answer.py                                   # the shipped model, by
-    this machine's JAX python benchmarks/first_answer.py --shape llama-3.1-8b --folder DIR #
-    random weights, written to DIR first (16 GB)
+    python benchmarks/first_answer.py  # the shipped model, by this machine's JAX
+    # random weights, written to DIR first (16 GB)
+    python benchmarks/first_answer.py --shape llama-3.1-8b --folder DIR
 
 Every row is a whole process: `kvjax generate` as a user types it, or `transformers` with the
 same directory, prompt and number of new tokens. `first_seconds` is the time to the first byte

@@ -1,7 +1,7 @@
 """GSM8K through caches: word problems of grade-school mathematics, scored by the final number.
 
-    python -m benchmarks.gsm8k MODEL --data DIR --shots 0 --chat --budget 64,256 --cache full
-    --cache fier --out gsm8k
+    python -m benchmarks.gsm8k MODEL --data DIR --shots 0 --chat --budget 64,256 \\
+        --cache full --cache fier --out gsm8k
 
 DIR holds test.jsonl, and train.jsonl unless --shots is 0, from
 https://github.com/openai/grade-school-math. The folder of --out is one of `kvjax eval`: a later

@@ -1,8 +1,8 @@
 """Measures the share of a step's selected tokens that a hot set has, on live queries and keys
 of a model.
 
-    python benchmarks/hit_rates.py [MODEL_DIR] --text book.txt [--length 2048] [--steps 96]
-    [--budget 128]
+    python benchmarks/hit_rates.py [MODEL_DIR] --text book.txt [--length 2048] [--steps 96] \\
+        [--budget 128]
 
 A policy runs the steps of each layer, along the text and along text that the model generates at
 temperature 1. The tables of a hot set (`kvjax.stores.hot`) follow its selections. Sizes are in

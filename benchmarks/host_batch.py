@@ -2,7 +2,7 @@
 rate of the hot set.
 
     XLA_PYTHON_CLIENT_MEM_FRACTION=.95 XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=82 \\
-        python benchmarks/host_batch.py [--method quest] [--hot 4096] [--steady 0,0.9,1]
+        python benchmarks/host_batch.py [--method quest] [--hot 4096] [--steady 0,0.9,1] \\
         [--host-bytes 82e9] [--plan]
 
 A Llama-3.1-8B shape with random weights and random keys and values. The first two layers attend

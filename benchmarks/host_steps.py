@@ -1,8 +1,8 @@
 """Times of a decode step per layer with the history in host memory, by length and by how much
 queries turn.
 
-    python benchmarks/host_steps.py [--lengths 131072] [--methods fier,quest] [--hot 4096,8192]
-    [--correlations 1,0.9,0]
+    python benchmarks/host_steps.py [--lengths 131072] [--methods fier,quest] \\
+        [--hot 4096,8192] [--correlations 1,0.9,0]
 
 Unrolled layers as in decode_step.py, with the history on the device, in host memory, and in
 host memory with a hot set. The queries of a step are `correlation` times those of the step
@@ -11,8 +11,8 @@ before, plus noise that keeps their length. "us" is device time of the kernels o
 host. With `--float8` the histories under hot sets are in 8-bit floats, and "where" says so.
 `--shape qwen` has the heads of Qwen2.5-7B, for the growth from 262144 to 786432 tokens:
 
-    python benchmarks/host_steps.py --shape qwen --lengths 262144,786432 --hot 0 --correlations
-    0 --layers 2
+    python benchmarks/host_steps.py --shape qwen --lengths 262144,786432 --hot 0 \\
+        --correlations 0 --layers 2
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Times of hot_places, hot_load and hot_load_float8 by rows, size of the hot set and hit rate,
 and of the references.
 
-    python benchmarks/hot_pages.py [--cases 1x8192,16x4096] [--hits 1,0.9] [--blocks 0,32]
-    [--out FOLDER]
+    python benchmarks/hot_pages.py [--cases 1x8192,16x4096] [--hits 1,0.9] [--blocks 0,32] \\
+        [--out FOLDER]
 
 Every step needs `N` tokens of each row and KV head, a share `hits` of them in the hot set. All
 kernels are compared with their references before they are timed. "kernel" is device time, and

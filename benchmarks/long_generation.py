@@ -1,7 +1,7 @@
 """Decodes thousands of tokens of a model's own text through each cache: does a method drift?
 
-    python benchmarks/long_generation.py MODEL --text book.txt [--prompt 2048] [--new-tokens
-    3072] [--budget 256]
+    python benchmarks/long_generation.py MODEL --text book.txt [--prompt 2048] \\
+        [--new-tokens 3072] [--budget 256]
 
 With full attention the model continues passages of a book at temperature 1. Its own text is
 then decoded, token by token, through every cache, and the perplexity of each quarter is

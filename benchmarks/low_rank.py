@@ -1,8 +1,8 @@
 """The error of keys as factors of low rank: before and after RoPE, with a basis of the first
 tokens or of all.
 
-    python benchmarks/low_rank.py [--model DIR] [--text FILE] [--tokens 3072] [--learn 1024]
-    [--out FILE]
+    python benchmarks/low_rank.py [--model DIR] [--text FILE] [--tokens 3072] [--learn 1024] \\
+        [--out FILE]
 
 ShadowKV factors the keys of a whole prompt before their rotation; `LowRank` learns the basis
 from the first `learn` tokens, and without its `rope` from rotated keys. A model reads a text,

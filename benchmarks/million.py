@@ -1,9 +1,9 @@
 """A prompt of a million tokens on one GPU, read by the model, and decoding after it; half a
 million over host memory.
 
-    python benchmarks/million.py [--methods full,fier,quest,pariskv,logquant] [--length 1048576]
-    [--last 2] python benchmarks/million.py --methods fier:host,pariskv:host,freekv --length
-    524288
+    python benchmarks/million.py [--methods full,fier,quest,pariskv,logquant] \\
+        [--length 1048576] [--last 2]
+    python benchmarks/million.py --methods fier:host,pariskv:host,freekv --length 524288
 
 A Qwen2.5-7B shape with random bf16 weights reads random tokens in chunks of `--chunk`. With
 `--last N` random keys and values replace all but the last N chunks; `--last 0` reads the whole

@@ -1,8 +1,8 @@
 """Decode steps of whole mixtures of experts with random weights, against the bytes that a step
 must read.
 
-    python benchmarks/moe_steps.py [--shapes qwen3-moe,gpt-oss] [--methods full,fier] [--length
-    32768] [--steps 32]
+    python benchmarks/moe_steps.py [--shapes qwen3-moe,gpt-oss] [--methods full,fier] \\
+        [--length 32768] [--steps 32]
 
 The shapes are those of Qwen3-30B-A3B (61 GB in bfloat16, so it takes a GPU of 80 GB) and of
 gpt-oss-20b (42 GB), with a batch of 1 and a cache filled with random tokens. `ms` is the time

@@ -1,8 +1,8 @@
 """TTFT, TPOT and tokens a second of a published model on real text, by method, length and
 batch.
 
-    python benchmarks/real_speed.py MODEL --text book.txt [--sizes 16384x8,32768x1] [--methods
-    "cudnn full fier"]
+    python benchmarks/real_speed.py MODEL --text book.txt [--sizes 16384x8,32768x1] \\
+        [--methods "cudnn full fier"]
 
 The prompts are excerpts of a book, so queries turn as they do in use: FreeKV's corrections and
 the choice of every selector are real. Up to `--different` prompts are read once by the model

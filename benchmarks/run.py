@@ -1,9 +1,10 @@
 """Runs the plan of benchmarks, a part at a time, and skips what this code has already measured.
 
-    python -m benchmarks.run --out measured --minutes 9 [--parts kernels,steps] [--match fier]
-    [--parallel 8] [--list] python -m benchmarks.run --out measured --parts checkpoint
-    --checkpoint DIR --text BOOK --other BOOK --gsm8k DIR python -m benchmarks.run --out
-    measured --smoke
+    python -m benchmarks.run --out measured --minutes 9 [--parts kernels,steps] \\
+        [--match fier] [--parallel 8] [--list]
+    python -m benchmarks.run --out measured --parts checkpoint --checkpoint DIR --text BOOK \\
+        --other BOOK --gsm8k DIR
+    python -m benchmarks.run --out measured --smoke
 
 Each cell of `plan.py` is a process with a time limit. A cell begins only if there is time for
 its limit, or for the time that it took before; one that still runs at the end of `--minutes` is

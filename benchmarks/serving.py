@@ -1,31 +1,29 @@
 """Tokens per second of the engine, of fixed batches, and of answers that share a prompt.
 
-    python benchmarks/serving.py --parts engine batches full --methods full          # a GPU of
-    80 GB python benchmarks/serving.py --tiny --out serving.json                           # a
-    CPU; a trial of the script
+    python benchmarks/serving.py --parts engine batches full --methods full  # a GPU of 80 GB
+    python benchmarks/serving.py --tiny --out serving.json  # a CPU; a trial of the script
 
 Random weights in the shape of Llama 3.1 8B, and random prompts. The parts:
 
   engine     the first --requests of 256 requests, with prompts of 1K to 32K tokens and answers
-  of 16 to 1024, both
-             log-uniform, by a `kvjax.Engine`. `busy_tokens_per_second` counts the blocks in
-             which all slots decode and no prompt is read; `loop_tokens_per_second` is the rate
-             of `full` for rows of the lengths that the slots had meanwhile, and `busy_share`
-             the quotient.
+             of 16 to 1024, both log-uniform, by a `kvjax.Engine`. `busy_tokens_per_second`
+             counts the blocks in which all slots decode and no prompt is read;
+             `loop_tokens_per_second` is the rate of `full` for rows of the lengths that the
+             slots had meanwhile, and `busy_share` the quotient.
   sizes      the same by an engine whose slots, in the same memory, are of three capacities
-  (`small_slots`). batches    the same by `kvjax.generate`, in batches in order of arrival, each
-  as long as its longest answer. They have
-             a row more than the engine has slots, for the row into which it reads prompts.
-             --every 4 runs every fourth.
+             (`small_slots`).
+  batches    the same by `kvjax.generate`, in batches in order of arrival, each as long as its
+             longest answer. They have a row more than the engine has slots, for the row into
+             which it reads prompts. --every 4 runs every fourth.
   full       the engine's loop, called by itself: all slots decode at the mean length of a
-  request. copied     32 prompts with 8 answers each; each answer has a copy of its prompt.
+             request.
+  copied     32 prompts with 8 answers each; each answer has a copy of its prompt.
   shared     the same, with the prompts stored once, in more slots of at most the same bytes.
   rollout    decode steps of --rows rows of 32K tokens; the method `einsum` is the attention of
-  tunix's sampler: one
-             product with all slots of a cache [B, S, K, D], of which a mask hides the empty
-             ones.
+             tunix's sampler: one product with all slots of a cache [B, S, K, D], of which a
+             mask hides the empty ones.
   groups     the same as `copied`, by `kvjax.generate`, in batches of as many rows as `copied`
-  has slots, and one.
+             has slots, and one.
 
 --layers 6 is for less time: with so many of the 32 layers and as large a part of the
 vocabulary, weights, products and the memory of caches are all 6/32, and the slots stay.

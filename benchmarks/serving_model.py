@@ -10,20 +10,23 @@ and launches. A prompt of 32749 tokens that is read at once takes 1.22 s (first_
 which `alike` and `sizes` of 64 requests give what was measured, 421 and 454 tokens a second;
 fixed batches then have 175, measured 183. The designs:
 
-  alike      10 slots of the greatest length, prompts read until all slots are full sizes      7
-  of these and 9 of 10240 tokens, in the same memory (`small_slots`) three      6 of these, 6 of
-  15360 and 7 of 6144, the best for 256 requests of 500 layouts of two to four sizes chunks
-  prompts are read in chunks of 8192, whose rate is that of whole prompts together   also short
-  prompts have this rate, because several are read as one batch ride       each chunk of a
-  prompt is read by a program that also decodes a step, and reads the weights once for both;
-             alone in chunks of 512, which bring four times as many steps as those of 2048
-  no host    the device never waits for the host no copies  a prompt is read into its slot, and
-  the spare row is one more slot longest    of the requests for which a slot is free, the one
-  with the longest answer comes first pages      as many rows as if memory had no slots but
-  pages: 27 bound      no order of requests and no layout of memory is faster: each prompt at
-  the rate of whole ones, the keys and
-             values that each step reads, and the weights for as few steps as memory without an
-             empty byte allows
+  alike      10 slots of the greatest length, prompts read until all slots are full
+  sizes      7 of these and 9 of 10240 tokens, in the same memory (`small_slots`)
+  three      6 of these, 6 of 15360 and 7 of 6144, the best for 256 requests of 500 layouts of
+             two to four sizes
+  chunks     prompts are read in chunks of 8192, whose rate is that of whole prompts
+  together   also short prompts have this rate, because several are read as one batch
+  ride       each chunk of a prompt is read by a program that also decodes a step, and reads the
+             weights once for both; alone in chunks of 512, which bring four times as many steps
+             as those of 2048
+  no host    the device never waits for the host
+  no copies  a prompt is read into its slot, and the spare row is one more slot
+  longest    of the requests for which a slot is free, the one with the longest answer comes
+             first
+  pages      as many rows as if memory had no slots but pages: 27
+  bound      no order of requests and no layout of memory is faster: each prompt at the rate of
+             whole ones, the keys and values that each step reads, and the weights for as few
+             steps as memory without an empty byte allows
 
 Rows are idle at the end of a load, so that few requests gain more from an order than many.
 """

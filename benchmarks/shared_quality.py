@@ -1,8 +1,8 @@
 """Quality of a published model when layers share selections: answers and perplexity, by how
 many layers share.
 
-    python benchmarks/shared_quality.py MODEL --text book.txt --calibrate other-book.txt
-    [--methods fier,pariskv,quest]
+    python benchmarks/shared_quality.py MODEL --text book.txt --calibrate other-book.txt \\
+        [--methods fier,pariskv,quest]
 
 First `calibrate.py` finds, for each method and share, the layers that select and the KV heads
 that serve those of others, on a separate text. Then `kvjax eval` asks for needles and pass

@@ -1,10 +1,10 @@
 """Finds the caches in which attending to everything is faster than selecting, and writes
 kvjax/policies/short.json.
 
-    python benchmarks/decode_step.py --lengths 2048,4096,8192,12288,16384,24576,32768 --batches
-    1,2,8 \\
-        --methods full,fier,quest,pariskv --implementations default --dense-capacity 0 --out
-        short_rows.json
+    python benchmarks/decode_step.py --lengths 2048,4096,8192,12288,16384,24576,32768 \\
+        --batches 1,2,8 \\
+        --methods full,fier,quest,pariskv --implementations default --dense-capacity 0 \\
+        --out short_rows.json
     python benchmarks/short.py short_rows.json
 
 For each selector it writes the largest number of bytes of keys and values, of all rows of a

@@ -1,8 +1,8 @@
 """Answers and loss of a model whose prompts attend to a share of the blocks before them, beside
 the exact prompt.
 
-    python benchmarks/sparse_prompt.py MODEL [--shares 0.05,0.1,0.2] [--lengths 16384,32768]
-    [--samples 10]
+    python benchmarks/sparse_prompt.py MODEL [--shares 0.05,0.1,0.2] [--lengths 16384,32768] \\
+        [--samples 10]
 
 `score` is the share of right answers with the cache `full` where one needle, or one of eight,
 is hidden in a text and the question ends the prompt. `loss` is the mean negative log-likelihood

@@ -1,8 +1,8 @@
 """Tokens per second with and without drafts by prompt look-up, on code to edit and on passages
 to summarise.
 
-    python benchmarks/speculation.py MODEL --text book.txt [--methods "full fier"] [--tokens
-    3584] [--new-tokens 256]
+    python benchmarks/speculation.py MODEL --text book.txt [--methods "full fier"] \\
+        [--tokens 3584] [--new-tokens 256]
 
 A model answers greedily, one prompt at a time, in its chat template if it has one. Code: files
 of Python's standard library, to be written again with type annotations. Summaries: passages of

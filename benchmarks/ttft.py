@@ -1,8 +1,8 @@
 """Time to first token: prompts of any length through `kvjax.generation.prefill` with its
 defaults, and next turns.
 
-    python benchmarks/ttft.py [--shape llama-3.1-8b] [--lengths 65536,131072] [--turn 1024]
-    [--methods full,fier]
+    python benchmarks/ttft.py [--shape llama-3.1-8b] [--lengths 65536,131072] [--turn 1024] \\
+        [--methods full,fier]
 
 A model of random bf16 weights reads random tokens, batch 1. Each method reads the shortest
 prompt once untimed, which compiles; then every length `--calls` times into an empty cache, of

@@ -1,8 +1,8 @@
 """Selections over TurboQuant's codes, and by their signs, beside FIER's own, on live queries
 and keys of a model.
 
-    python benchmarks/turbo_codes.py [MODEL_DIR] --text book.txt [--length 2048] [--steps 16]
-    [--budget 128]
+    python benchmarks/turbo_codes.py [MODEL_DIR] --text book.txt [--length 2048] \\
+        [--steps 16] [--budget 128]
 
 Each row is a selector over a store, in every layer. Recall, mass and error are those of
 `kvjax.evaluate.recall`; "held" is what a token of the history takes in a layer, keys, values

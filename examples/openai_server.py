@@ -1,7 +1,8 @@
 """An OpenAI-compatible server around `kvjax.Engine`, in one file.
 
-    pip install starlette uvicorn python examples/openai_server.py [DIRECTORY] --cache
-    fier:budget=256 --slots 8 --capacity 4096 --port 8000
+    pip install starlette uvicorn
+    python examples/openai_server.py [DIRECTORY] --cache fier:budget=256 --slots 8 \\
+        --capacity 4096 --port 8000
 
 DIRECTORY is a checkpoint in Hugging Face format; without it the small model that kvjax ships
 with is served. Routes: POST /v1/completions and /v1/chat/completions (stream, n, stop,

@@ -5,8 +5,10 @@ A command is a module here, with a function that typer calls. Everything cheap i
 anything long starts. An error ends in one line `error: ...` on stderr and a non-zero exit code:
 
     2    the request cannot be met: a wrong option, file, model or combination of them, or a
-    missing extra 1    the run failed: out of memory, no space left on the disk, numbers that
-    are not finite 130  interrupted 141  the reader of stdout closed it
+         missing extra
+    1    the run failed: out of memory, no space left on the disk, numbers that are not finite
+    130  interrupted
+    141  the reader of stdout closed it
 
 KVJAX_TRACEBACK=1 shows the traceback instead.
 

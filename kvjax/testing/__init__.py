@@ -1,7 +1,7 @@
 """The laws of a cache policy, to run on a policy of your own.
 
-    report = kvjax.testing.check_policy(MyPolicy(...), spec) print(report)                   #
-    one row per law: held, failed or does not apply, each with its reason
+    report = kvjax.testing.check_policy(MyPolicy(...), spec)
+    print(report)  # one row per law: held, failed or does not apply, each with its reason
     report.raise_for_failures()     # AssertionError with all failures
 
 A law compares a policy with a simple, independent reference: attention in NumPy float64, or the

@@ -5,8 +5,8 @@ A failure names its script s; `run(Programs(configuration(s // SCRIPTS)), s)` re
 KVJAX_FUZZ=2000:2600 runs the configurations of these numbers, whatever is in the suite; with
 many cores:
 
-    KVJAX_FUZZ=2000:2600 python -m pytest tests/fuzz/test_fuzz.py -k random_scripts --thorough
-    -n 16 -rf
+    KVJAX_FUZZ=2000:2600 python -m pytest tests/fuzz/test_fuzz.py -k random_scripts \\
+        --thorough -n 16 -rf
 
 The same configurations, split over devices, are in `tests/devices/test_fuzz.py`.
 """
