@@ -589,7 +589,7 @@ class Evicting(Policy):
         position = self._positions(st)
         tokens = self._tokens(st, position, st.length)
         score = jnp.where(position >= 0, self._scores(tokens, st.pinned), jnp.inf)
-        arrived = jnp.where(position >= 0, position, st.tokens.slots)
+        arrived = jnp.where(position >= 0, position, NEVER)
         return jnp.lexsort((arrived, score), axis=-1)[..., : self.every].astype(jnp.int32)
 
     def _close_up(self, st: EvictingState, full: Array) -> EvictingState:

@@ -2,6 +2,7 @@
 on a model's.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -423,6 +424,24 @@ def test_keys_that_close_up_often_are_rounded_once(case: str) -> None:
             found = np.asarray(state.tokens.k[row, head, : len(at)], np.float64)
             error = np.linalg.norm(found - expected, axis=-1)
             assert (error / np.linalg.norm(expected, axis=-1)).max() < 2**-8
+
+
+def test_held_tokens_leave_before_empty_slots_whatever_their_position():
+    """Of tokens that must all stay, the oldest leave if there is no other; an empty slot, whose
+    score is infinite too, is none of them.
+    """
+    policy = BesidePrompt(evictor=KeyNorm(), budget=6, prompt=6, every=4)
+    spec = CacheSpec(batch=1, q_heads=1, kv_heads=1, head_dim=8, capacity=64, dtype="float32")
+    st = policy.init(spec)
+    position = jnp.arange(20, 32, dtype=jnp.int32)[None, None]
+    st = dataclasses.replace(
+        st,
+        tokens=dataclasses.replace(st.tokens, count=jnp.array([8], jnp.int32)),
+        position=position,
+        length=jnp.array([28], jnp.int32),
+        pinned=jnp.ones((1, 1, 12), bool),
+    )
+    assert policy._lowest_scores(st).tolist() == [[[0, 1, 2, 3]]]
 
 
 def test_several_tokens_are_evicted_at_once() -> None:
