@@ -330,9 +330,9 @@ The time is derived, not measured: bytes at the chip's bandwidth, 30 ns for each
 its bytes or its instructions take. It leaves out what XLA's own operations compute while nothing moves, such as the
 search for the highest scores, and the 30 ns were measured on no chip. By it, `fier` with single tokens does not pay
 on a v5e: its step has more than 30,000 DMAs, whatever scores the tokens. With keys and values side by side they would
-be half as many, and the step as long as dense attention. On a v5e and a v6e `fier:page=32` and `quest`, which read pages,
-take less than a third of the time of dense attention with one row of 131072 tokens; on a TPU7x they take more than half. A
-loop whose rounds depend on the data reads all of what it slices. DMAs in a loop count once.
+be half as many, and the step as long as dense attention. On a v5e and a v6e `fier:page=32` and `quest`, which read
+pages, take less than a third of the time of dense attention with one row of 131072 tokens; on a TPU7x they take more
+than half. A loop whose rounds depend on the data reads all of what it slices. DMAs in a loop count once.
 
 <!-- table: tpus -->
 <!-- end -->
@@ -345,8 +345,9 @@ time is that of its bytes.
 <!-- table: tpu_kernels -->
 <!-- end -->
 
-Steps of eight tokens and prompts have the logits of all their queries as temporary memory, and with several rows those of
-FIER's scores too. `python -m benchmarks.tpu` compiles any preset for v5e, v6e and TPU7x. If you have a TPU, please run
+Steps of eight tokens and prompts have the logits of all their queries as temporary memory, and with several rows those
+of FIER's scores too. `python -m benchmarks.tpu` compiles any preset for v5e, v6e and TPU7x. If you have a TPU, please
+run
 
     kvjax bench --length 32K,128K --json
 
