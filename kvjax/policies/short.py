@@ -66,7 +66,8 @@ def _refilled(policy: Policy, empty: Any, tokens: Any, overflow: jax.Array) -> A
 
 def check_dense_capacity(policy: Any) -> None:
     """Raises ValueError unless `policy.dense_capacity` is "auto" or a number of tokens."""
-    if policy.dense_capacity != "auto":
+    is_auto = isinstance(policy.dense_capacity, str) and policy.dense_capacity == "auto"
+    if not is_auto:
         keep_ints(policy, dense_capacity=0)
 
 
