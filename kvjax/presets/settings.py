@@ -154,7 +154,7 @@ def capacity_of(
     """The setting; "auto" becomes 0 where nothing was measured: for a history that is not in
     plain form on the device, and for selections that layers share.
     """
-    if dense_capacity != "auto":
+    if not isinstance(dense_capacity, str) or dense_capacity != "auto":
         return dense_capacity
     shares = isinstance(layers, Layers) and layers.shares
     plain = store == "device" or isinstance(store, Dense)
