@@ -306,9 +306,8 @@ def shorten_kernels(module: Any) -> None:
     """Replaces the code of each kernel by a digest of it, without locations."""
     from jaxlib.mlir import ir
 
-    module.context.allow_unregistered_dialects = (
-        True  # kernels are in a dialect that only their compiler knows
-    )
+    # kernels are in a dialect that only their compiler knows
+    module.context.allow_unregistered_dialects = True
 
     def visit(op: Any) -> Any:
         if op.name == "stablehlo.custom_call" and "mhlo.backend_config" in op.attributes:

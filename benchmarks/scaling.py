@@ -47,9 +47,8 @@ from device_time import BYTES_PER_US, H200_BYTES_PER_US
 from kvjax.evaluate.provenance import replace_file
 
 RESULTS = Path(__file__).parent / "results"
-BETWEEN = (
-    10.0  # microseconds that a small collective over nodes takes longer than in a node: assumed
-)
+# microseconds that a small collective over nodes takes longer than in a node: assumed
+BETWEEN = 10.0
 NVLINK = 450e3  # bytes a microsecond in one direction
 NETWORK = 50e3  # bytes a microsecond of a GPU to other nodes
 BUDGET = 2048

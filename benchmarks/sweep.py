@@ -34,9 +34,8 @@ class Sweep:
     """
 
     most_configs: int | None = None  # that are tried; None: all
-    settled: list[tuned.Asked] | None = (
-        None  # shapes that have been tuned, by their first inputs; None: no tuning
-    )
+    # shapes that have been tuned, by their first inputs; None: no tuning
+    settled: list[tuned.Asked] | None = None
 
     def __call__(
         self,

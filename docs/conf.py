@@ -90,9 +90,8 @@ html_copy_source = False
 smartquotes = False
 html_show_sphinx = False
 pygments_style = "default"
-mathjax_path = (
-    "not-shipped.js"  # nothing comes from the network; a page with a formula is a broken link
-)
+# nothing comes from the network; a page with a formula is a broken link
+mathjax_path = "not-shipped.js"
 
 intersphinx_mapping = {  # the network is used only by `docs.website --online`
     "python": ("https://docs.python.org/3", None),
@@ -209,9 +208,8 @@ def _list_pages(
 
 
 def _settle(app: Any) -> None:
-    app.builder.templates.environment.auto_reload = (
-        False  # no template changes while the site is built
-    )
+    # no template changes while the site is built
+    app.builder.templates.environment.auto_reload = False
     SearchEnglish.stem = cache(SearchEnglish.stem)  # pages share most of their words
 
 

@@ -64,13 +64,11 @@ class CacheSpec:
     head_dim: int
     capacity: int  # tokens that every row can hold, all zones together; rounding to whole chunks may add room
     dtype: DTypeLike = jnp.bfloat16  # of stored keys and values
-    value_dim: int | None = (
-        None  # head size of values; None: head_dim. Others, as of MLA, are for `Dense` stores
-    )
+    # head size of values; None: head_dim. Others, as of MLA, are for `Dense` stores
+    value_dim: int | None = None
     rope_by_length: bool = False  # the rotation of a row's keys depends on its final length: see `Cache.rotated_for`
-    recurrent: RecurrentLayers | None = (
-        None  # layers of the model that keep a state of fixed size; None: all have a cache
-    )
+    # layers of the model that keep a state of fixed size; None: all have a cache
+    recurrent: RecurrentLayers | None = None
 
     def __post_init__(self) -> None:
         keep_ints(self, batch=1, q_heads=1, kv_heads=1, head_dim=1, capacity=1, value_dim=1)

@@ -51,13 +51,11 @@ class Experts:
     size: int  # intermediate size of each
     normalised: bool = True  # the weights of the chosen experts sum to 1
     dense_layers: tuple[int, ...] = ()  # layers with a plain MLP
-    shared_size: int | None = (
-        None  # intermediate size of an MLP for every token, by a gate of its own
-    )
+    # intermediate size of an MLP for every token, by a gate of its own
+    shared_size: int | None = None
     bias: bool = False  # of the router, gate, up and down
-    clamp: tuple[float, float] | None = (
-        None  # alpha and limit of gpt-oss: (up + 1) gate sigmoid(alpha gate), clamped
-    )
+    # alpha and limit of gpt-oss: (up + 1) gate sigmoid(alpha gate), clamped
+    clamp: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -104,9 +102,8 @@ class DecoderConfig:
         int | None, ...
     ] = ()  # sliding window of each layer, tokens; () for none anywhere
     local_rope: Rope | None = None  # of the layers with a window; None: `rope`
-    rotary_dim: int | None = (
-        None  # channels of a head that RoPE turns, the first ones; None: all
-    )
+    # channels of a head that RoPE turns, the first ones; None: all
+    rotary_dim: int | None = None
     unrotated: tuple[int, ...] = ()  # layers without RoPE
     query_scale: float | None = None  # factor of the attention logits; None: head_dim**-0.5
     soft_cap: float | None = None  # of the attention logits
@@ -338,12 +335,10 @@ class Weight:
     followed_by: tuple[
         str, ...
     ] = ()  # paths of parameters that follow in the same tensor, along its first axis
-    interleaved: str | None = (
-        None  # path of the parameter with the odd places of the last axis; `path` has the even
-    )
-    groups: str | None = (
-        None  # field of the config that says in how many groups the first axis is, each with all parts
-    )
+    # path of the parameter with the odd places of the last axis; `path` has the even
+    interleaved: str | None = None
+    # field of the config that says in how many groups the first axis is, each with all parts
+    groups: str | None = None
     optional: bool = False  # files may have other tensors instead, which a later row names
 
     @property

@@ -60,9 +60,8 @@ class DeltaMemory:
     """The state of all tokens but the newest, and these beside it, in slots of their own."""
 
     state: Array  # f32[B, H, Dk, Dv]
-    inputs: (
-        Array  # dtype[B, W-1+P, C] the last W-1 inputs that are in the state, then the newest
-    )
+    # dtype[B, W-1+P, C] the last W-1 inputs that are in the state, then the newest
+    inputs: Array
     keys: Array  # f32[B, P, Hk, Dk] normalised
     written: Array  # f32[B, P, H, Dv] d of each token
     decay: Array  # f32[B, P, H] sum of g since the state, that of the token included

@@ -755,9 +755,8 @@ class Source(NamedTuple):
     weight: Weight
     params: tuple[nnx.Param, ...]
     names: tuple[str, ...]  # one; one for each expert; or the blocks and scales of MXFP4
-    groups: int = (
-        1  # in which the first axis of a tensor is, each with a part of each parameter
-    )
+    # in which the first axis of a tensor is, each with a part of each parameter
+    groups: int = 1
 
     @property
     def packed(self) -> bool:

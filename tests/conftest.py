@@ -278,9 +278,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return _shared(nodeid)
 
-    config.option.loadscopereorder = (
-        False  # it would take the files with the most tests first, not the longest
-    )
+    # it would take the files with the most tests first, not the longest
+    config.option.loadscopereorder = False
     return ByPrograms(config, log)
 
 

@@ -264,9 +264,8 @@ class FreeKV:
     sink: int
     local: int
     tau: float
-    last: tuple[np.ndarray, list[int | None], int] | None = (
-        None  # query and recall, and tokens at that step
-    )
+    # query and recall, and tokens at that step
+    last: tuple[np.ndarray, list[int | None], int] | None = None
 
     def step(self, q: np.ndarray, keys: np.ndarray) -> tuple[bool, set[int]]:
         """Whether q [G, D] corrected, and the positions it attends to; keys [n, D] end with its

@@ -45,9 +45,8 @@ LEFT_OUT = {
     "idlelib",
     "lib2to3",
 }  # folders of Python's library
-WORDS_AGAIN = (
-    1000  # times that the tokenizer sees the words of the forms: enough for a token each
-)
+# times that the tokenizer sees the words of the forms: enough for a token each
+WORDS_AGAIN = 1000
 
 # ----------------------------------------------------------------------------------------------------------- the corpus
 

@@ -49,9 +49,8 @@ class Cell:
     value: float
     stderr: float | None  # None: the file has no interval
     samples: tuple[float, ...] = ()  # of layers, if the value is their mean
-    beside_full: tuple[float, float] | None = (
-        None  # difference from full attention on the same questions, its error
-    )
+    # difference from full attention on the same questions, its error
+    beside_full: tuple[float, float] | None = None
     source: str = ""
 
     def __str__(self) -> str:

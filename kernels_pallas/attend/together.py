@@ -43,9 +43,8 @@ from kvjax.kernels_pallas.simt import (
 
 WARPS = 4  # of a team
 MOST_COLUMNS = 4  # whose mix and scores of a unit registers hold
-AT_ONCE = (
-    2  # steps of 16 channels whose keys are decoded at once: places in a byte of codes, at most
-)
+# steps of 16 channels whose keys are decoded at once: places in a byte of codes, at most
+AT_ONCE = 2
 HEADS = softmax.HEADS
 
 

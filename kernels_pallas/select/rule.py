@@ -22,6 +22,5 @@ class How:
     config: tiling.Config
     local: int = 0
     unit: int = 1
-    beyond: int | None = (
-        None  # what the first unit of the second part is written as; None: its number
-    )
+    # what the first unit of the second part is written as; None: its number
+    beyond: int | None = None

@@ -25,9 +25,8 @@ from kvjax.kernels_pallas.simt import (
     word,
 )
 
-KEY_PASSES = (
-    4  # over the keys at most, the later ones by 11 bits; then two by 11 bits of the slot's 22
-)
+# over the keys at most, the later ones by 11 bits; then two by 11 bits of the slot's 22
+KEY_PASSES = 4
 TURNS = 0, 1, 0, 1, 2, 0  # the histogram of each pass; passes over slots may follow any of them
 LISTED = 1024  # elements of a bin that are ranked at once, at most
 

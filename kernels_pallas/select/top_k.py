@@ -65,9 +65,8 @@ TOO_MANY = 0xFFFFFFFF  # in place of the length of a list
 FIRST = 1 << DIGITS[0][1]  # not above the key of any valid score, and above those of others
 SORTED = 512  # elements of a block that sorting takes as long as another pass
 AT_ONCE = 4  # lists that a thread searches at once
-QUEUE = (
-    64  # elements of a warp up to which its threads reserve their places one after the other
-)
+# elements of a warp up to which its threads reserve their places one after the other
+QUEUE = 64
 
 
 def candidates(k: int, least: int = 4096) -> int:

@@ -66,12 +66,10 @@ class Inputs(NamedTuple):
         Any
     ]  # start and stop i32 of each part's span, and the number of units wanted
     parts: Sequence[Any]  # scores [rows, heads, units], in f16 or f32
-    sums: Any = (
-        None  # statistics f32[rows, heads, n, 2] of the scoring warps, if softmaxes are reduced
-    )
-    names: Any = (
-        None  # i32[rows, limits[0]]: the slots of the first part's units; None: their numbers
-    )
+    # statistics f32[rows, heads, n, 2] of the scoring warps, if softmaxes are reduced
+    sums: Any = None
+    # i32[rows, limits[0]]: the slots of the first part's units; None: their numbers
+    names: Any = None
 
 
 def select_units(kernel: str, inputs: Inputs, how: How) -> tuple[jax.Array, jax.Array]:

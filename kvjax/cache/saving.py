@@ -57,9 +57,8 @@ FORMAT = 2  # of states and of their description; increased when the meaning of 
 LOCK = ".kvjax-writer"  # a file in the directory, locked by the process that writes a save
 SETTLE = 0.05  # seconds to wait for reads that were in progress when another one failed
 OPENED = 20  # attempts to list a directory while a writer removes old saves
-UNFINISHED = (
-    ".orbax-checkpoint-tmp"  # in the name of a save that is being written, or was interrupted
-)
+# in the name of a save that is being written, or was interrupted
+UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 class DamagedSaveError(ValueError):

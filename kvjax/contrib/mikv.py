@@ -88,9 +88,8 @@ class MixedState(EvictingState):
     """The important tokens, and the pending and stored ones."""
 
     low: Any  # the state of the store
-    pending: (
-        Block  # [B, K, chunk, D] tokens that are no longer important, until they fill a chunk
-    )
+    # [B, K, chunk, D] tokens that are no longer important, until they fill a chunk
+    pending: Block
     next: Array  # i32[B, K] the slot whose token leaves next, if all are full
     next_k: Array  # dtype[B, K, 1, D] its key
     next_v: Array  # dtype[B, K, 1, D] its value

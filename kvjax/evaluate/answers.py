@@ -35,9 +35,8 @@ class Answer:
     text: str = ""
     token_ids: tuple[int, ...] = ()
     same: int = 0  # leading tokens that equal the first answer's
-    attended: float = (
-        0.0  # tokens that a decode step read, mean over steps, KV heads and layers
-    )
+    # tokens that a decode step read, mean over steps, KV heads and layers
+    attended: float = 0.0
     device_bytes: int = 0  # of the cache
     host_bytes: int = 0
     prefill_seconds: float = 0.0  # without compilation

@@ -38,13 +38,11 @@ class Row:
 
     name: str  # "fier@64": the part before "@" is the method
     policies: PerLayer | None
-    budget: int | None = (
-        None  # tokens that a step reads for each KV head; None for a cache without a budget
-    )
+    # tokens that a step reads for each KV head; None for a cache without a budget
+    budget: int | None = None
     refused: str = ""  # why it cannot be run
-    dense_layers: int | None = (
-        None  # first layers that attend to everything; None where the cache has no such setting
-    )
+    # first layers that attend to everything; None where the cache has no such setting
+    dense_layers: int | None = None
     note: str = ""  # a budget that is rounded down to whole pages
 
 

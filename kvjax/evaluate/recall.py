@@ -149,9 +149,8 @@ class _Step(NamedTuple):
     mass: Any  # f32[B, N]
     error: Any  # f32[B, N]
     attended: Any  # f32[B, K]
-    fetched: (
-        Any  # f32[B, K] tokens read from the store, each query head's own selection counted
-    )
+    # f32[B, K] tokens read from the store, each query head's own selection counted
+    fetched: Any
     stored: Any  # i32[B] tokens in the store
     pending: Any  # i32[B] tokens that are not indexed yet, whose keys were scored
     read: Any  # f32[B] bytes

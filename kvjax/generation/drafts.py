@@ -70,9 +70,8 @@ class Round:
     cache: Cache  # the text before `token`, flushed
     token: Array  # i32[B] the next token of each row
     active: Array  # bool[B] rows that take part
-    most: (
-        Array  # i32[B] tokens that may be drafted: so many fit before a flush; 0 in other rows
-    )
+    # i32[B] tokens that may be drafted: so many fit before a flush; 0 in other rows
+    most: Array
     draw: Draw
 
 

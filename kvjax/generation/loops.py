@@ -49,9 +49,8 @@ class Loop(NamedTuple):
     logits: Array  # f32[B, V]
     tokens: Array  # i32[B, ROOM]
     active: Array  # bool[B] rows that have not ended
-    attended: (
-        Array  # f32[L] running mean over the decode steps of active rows; [0] if not measured
-    )
+    # f32[L] running mean over the decode steps of active rows; [0] if not measured
+    attended: Array
     counted: Array  # f32[] row steps in that mean
     log_probabilities: Array | None = None  # f32[B, ROOM] of the tokens; None: not asked for
 

@@ -34,9 +34,8 @@ class Processors:
       ValueError: a penalty of 0 or below, a negative number, ids that are none.
     """
 
-    repetition_penalty: float = (
-        1.0  # divides positive logits of tokens that occurred, and multiplies negative ones
-    )
+    # divides positive logits of tokens that occurred, and multiplies negative ones
+    repetition_penalty: float = 1.0
     no_repeat_ngram_size: int = 0  # n-grams of this size occur at most once; 0 allows all
     min_new_tokens: int = 0  # new tokens before a stop token may come
     suppress_tokens: tuple[int, ...] = ()  # ids that never come

@@ -43,12 +43,10 @@ class Sampling:
 
     temperature: ArrayLike | None = None  # f32[] or f32[B]; None or 0: greedy
     top_k: ArrayLike | None = None  # i32[] or i32[B], the most likely k tokens
-    top_p: ArrayLike | None = (
-        None  # f32[] or f32[B], the fewest tokens that hold this probability
-    )
-    min_p: ArrayLike | None = (
-        None  # f32[] or f32[B], tokens at least this times as likely as the likeliest
-    )
+    # f32[] or f32[B], the fewest tokens that hold this probability
+    top_p: ArrayLike | None = None
+    # f32[] or f32[B], tokens at least this times as likely as the likeliest
+    min_p: ArrayLike | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError for a number that means nothing; arrays on a device and tracers are

@@ -87,9 +87,9 @@ class Generation:
     lengths: np.ndarray  # i32[B] new tokens of each row, a stop token included
     cache: Cache  # holds the prompt and all new tokens
     logits: Array  # f32[B, V] logits of the token that follows each row's last one
-    attended: np.ndarray | None = (
-        None  # f32[L] mean tokens attended per step and kv head, by layer with attention; None: not measured
-    )
+    # f32[L] mean tokens attended per step and kv head, by layer with attention; None: not
+    # measured
+    attended: np.ndarray | None = None
     speculation: Speculation | None = None  # acceptance of drafts; None without a draft
     compile_seconds: float = 0.0  # that this call compiled, or read programs from disk; the rest of its time was work
     # f32[B, max_new_tokens] of the new tokens, then 0; None: not asked for

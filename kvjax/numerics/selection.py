@@ -132,9 +132,8 @@ class Candidates:
     pending_slots: int  # only the first of the R keys, in whole units, can be pending
     local: int = 0  # tokens before the stop of `pending` that do not compete, because every step attends to them
     steps: int = 1  # decode steps whose queries select at once
-    window: int | None = (
-        None  # tokens that a query sees at most; the span begins where the window does
-    )
+    # tokens that a query sees at most; the span begins where the window does
+    window: int | None = None
     dense: Array | None = None  # bool[B], or by step too: rows that attend to every unit
     last: Array | None = None  # bool[B, K, U] stored units that rank after all others
     # this many units of the lowest ranks come last in the selection, in order of rank

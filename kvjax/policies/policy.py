@@ -31,15 +31,12 @@ class Info(NamedTuple):
 
     attended: Array  # f32[B, K] tokens whose keys and values were read; mean over the selections of a GQA group
     selection: Selection | None  # slots that a selector selected; None where everything is read
-    fresh: Array | None = (
-        None  # bool[B, K] heads that selected with this step's query; None where all heads always do
-    )
-    positions: Array | None = (
-        None  # i32[B, K, H, M] tokens that were read, once each, in any order; -1 is padding
-    )
-    log_weights: Array | None = (
-        None  # f32[B, K, H, M] added to the logits of `positions`; None: nothing is
-    )
+    # bool[B, K] heads that selected with this step's query; None where all heads always do
+    fresh: Array | None = None
+    # i32[B, K, H, M] tokens that were read, once each, in any order; -1 is padding
+    positions: Array | None = None
+    # f32[B, K, H, M] added to the logits of `positions`; None: nothing is
+    log_weights: Array | None = None
 
 
 @register_dataclass

@@ -54,9 +54,8 @@ class ParisIndex(NamedTuple):
     """
 
     codes: Directions  # of rotated keys, [B, K, S, ...]
-    counts: (
-        Array  # i32[B, K D/m 2^m] by head, subspace and pattern; flat, because it has no slots
-    )
+    # i32[B, K D/m 2^m] by head, subspace and pattern; flat, because it has no slots
+    counts: Array
     limits: Array  # i32[B, T] keys of each tier
     candidates: Array  # i32[B] tokens to rerank
 

@@ -38,9 +38,8 @@ class Coded(Store):
     `append_coded`.
     """
 
-    learn: ClassVar[int] = (
-        8  # first keys of which the mean is taken: no more, so that chunks of any size agree
-    )
+    # first keys of which the mean is taken: no more, so that chunks of any size agree
+    learn: ClassVar[int] = 8
 
     def append(self, st: Any, k: Array, v: Array, count: Array) -> Any:
         return self.append_coded(self.learnt(st, k, count), k, v, count)

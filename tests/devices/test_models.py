@@ -164,9 +164,8 @@ def test_each_byte_of_the_files_is_read_once(
     assert max(read) > max(sizes) // 4, "whole tensors are not noticed"
 
 
-METHOD = (
-    "fier:budget=24,group=8,chunk=32,dense_layers=1"  # the first layer attends to everything
-)
+# the first layer attends to everything
+METHOD = "fier:budget=24,group=8,chunk=32,dense_layers=1"
 
 
 def on_explicit_axes(model: Decoder, mesh: jax.sharding.Mesh) -> Decoder:

@@ -22,9 +22,8 @@ import kvjax
 from kvjax import presets
 
 ROWS, HEADS, KV_HEADS, SIZE, CAPACITY, CHUNK = 4, 4, 2, 16, 96, 16
-POOL = (
-    509  # tokens that requests are made of: a prime, so that starts and strides do not repeat
-)
+# tokens that requests are made of: a prime, so that starts and strides do not repeat
+POOL = 509
 SPEC = kvjax.CacheSpec(
     batch=ROWS,
     q_heads=HEADS,
