@@ -36,6 +36,7 @@ from kvjax.generation.staging import (
     settle_programs,
     settled,
     staged,
+    with_room,
 )
 from kvjax.memory import QUICK, commit_together, on_host
 from kvjax.ops.key_blocks import BLOCK, sparse_prompts
@@ -251,9 +252,7 @@ def prefill(
     padding = ((0, 0), (0, sum(size for size, _ in chunks) - T))
     prompt = pad(prompt.astype(np.int32), padding)
     _, cache = commit_together((_committed(model), cache))
-    stages = len(chunks) > 1 and needs_staging(cache)
-    if stages:
-        cache = staged(cache, room_for(T, cache.spec.capacity))
+    cache = with_room(cache, T, len(chunks))
     logits: Array | None = None
     start = 0
     for size, alone in chunks:
@@ -272,7 +271,7 @@ def prefill(
             jax.block_until_ready(logits)
             progress(min(start, T))
     assert logits is not None
-    return logits, settled(cache) if stages else cache
+    return logits, settled(cache)
 
 
 def _passes(left: Any, size: int, share: float | None) -> list[tuple[float | None, Any]]:
@@ -354,9 +353,7 @@ def warm_prefill(
     empty = True
     _, cache = commit_together((_committed(model), cache))
     chunks = chunks_of(cache, tokens, chunk, empty=True)
-    stages = len(chunks) > 1 and needs_staging(cache)
-    if stages:
-        cache = staged(cache, room_for(tokens, cache.spec.capacity))
+    cache = with_room(cache, tokens, len(chunks))
     logits: Any = None
     for size, alone in dict.fromkeys(chunks):
         count = np.full((B,), int(empty), np.int32)
@@ -367,7 +364,7 @@ def warm_prefill(
         if B > 1 and before is not None:
             logits = _keep_rows(count > 0, logits, before)
         empty = False
-    return logits, settled(cache) if stages else cache
+    return logits, settled(cache)
 
 
 def prompt_programs(
@@ -392,10 +389,10 @@ def prompt_programs(
     caches = [cache]
     if needs_staging(cache) and max(map(len, plans)) > 1:
         sizes = rooms(most) if tokens is None else [room_for(min(tokens, most), most)]
-        with_room = [staged(cache, room, _prompt_like) for room in sizes]
-        found += [program for one in with_room for program in settle_programs(one)]
+        roomy = [staged(cache, room, _prompt_like) for room in sizes]
+        found += [program for one in roomy for program in settle_programs(one)]
         # Prompts of one chunk, which some of all lengths are, need no room.
-        caches = [cache, *with_room] if tokens is None else with_room
+        caches = [cache, *roomy] if tokens is None else roomy
 
     for cache, (size, alone) in product(caches, chunks):
         chunk_tokens = np.zeros((B, size), np.int32)

@@ -1,8 +1,8 @@
 """Caches whose prompts are held exactly until they end (`kvjax.policies.staged`).
 
-cache = staged(cache, tokens)   # room for the prompt, in layers that keep codes
-...                             # read it in any chunks
-cache = settled(cache)          # all of it is stored; the room is given back
+cache = with_room(cache, tokens, chunks)  # for the prompt, in layers that keep codes
+...                                       # read it in these chunks
+cache = settled(cache)                    # all of it is stored; the room is given back
 """
 
 from __future__ import annotations
@@ -68,18 +68,27 @@ def staged(
     makes.
     """
 
-    def with_room(layer: LayerCache) -> LayerCache:
+    def with_prompt(layer: LayerCache) -> LayerCache:
         if not _rounds(layer):
             return layer
         policy = Staged(policy=layer.policy, room=room)
         state = StagedState(layer.state, make(layer, room))
         return replace(layer, policy=policy, state=state)
 
-    return replace(cache, layers=tuple(map(with_room, cache.layers)))
+    return replace(cache, layers=tuple(map(with_prompt, cache.layers)))
+
+
+def with_room(cache: Cache, tokens: int, chunks: int) -> Cache:
+    """`cache` with room for a prompt of `tokens` in so many chunks; as it is if it needs none."""
+    if chunks == 1 or not needs_staging(cache):
+        return cache
+    return staged(cache, room_for(tokens, cache.spec.capacity))
 
 
 def settled(cache: Cache) -> Cache:
-    """`cache` after its prompt: stored, and without the room that `staged` made. Donates it."""
+    """`cache` after its prompt: stored, and without room for one, if there was any. Donates
+    layers with room.
+    """
     layers = (
         _settle(layer) if isinstance(layer.policy, Staged) else layer for layer in cache.layers
     )
