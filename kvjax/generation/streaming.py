@@ -165,23 +165,23 @@ def generate(
       ValueError: a request that cannot be served, before any work is done: see
         `kvjax.generation.prompt_inputs.check_request`.
     """
-    settings: dict[str, Any] = {
-        "sampling": sampling,
-        "processors": processors,
-        "key": key,
-        "stop_tokens": stop_tokens,
-    }
-    settings |= {
-        "chunk": chunk,
-        "measure": measure,
-        "draft": draft,
-        "sparse_prompt": sparse_prompt,
-        "log_probabilities": log_probabilities,
-    }
-    return _decode_all(
-        stream(model, cache, prompt, lengths, max_new_tokens=max_new_tokens, **settings),
-        max_new_tokens,
+    run = stream(
+        model,
+        cache,
+        prompt,
+        lengths,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        processors=processors,
+        key=key,
+        stop_tokens=stop_tokens,
+        chunk=chunk,
+        measure=measure,
+        draft=draft,
+        sparse_prompt=sparse_prompt,
+        log_probabilities=log_probabilities,
     )
+    return _decode_all(run, max_new_tokens)
 
 
 @on_auto_axes
