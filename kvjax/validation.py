@@ -308,6 +308,19 @@ def short_repr(value: Any) -> str:
     return f"{'an' if name[:1].lower() in 'aeio' else 'a'} {name}"
 
 
+def described(value: Any) -> str:
+    """An array by dtype and shape, anything else by what it is."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{np.dtype(value.dtype).name}{list(value.shape)}"
+    return short_repr(value)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message."""
+    line = next(iter(str(error).splitlines()), "").strip()
+    return line or "no message"
+
+
 def cut(message: str) -> str:
     """A message without the ends of long words and quotations, for errors that repeat what a
     user wrote.

@@ -13,13 +13,12 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from kvjax.attention import MOST_STEPS
 from kvjax.generation.drafts import Drafter, Proposal, Round
 from kvjax.spec import require_int
-from kvjax.validation import check_flags, check_verbs, short_repr
+from kvjax.validation import check_flags, check_verbs, described, first_line, short_repr
 
 T = TypeVar("T")
 
@@ -90,10 +89,9 @@ def _called(drafter: Drafter, verb: str, call: Callable[[], T]) -> T:
     except (ValueError, NotImplementedError):
         raise
     except Exception as error:
-        first = (str(error).splitlines() or ["no message"])[0]
+        what = f"{type(error).__name__}: {first_line(error)}"
         raise ValueError(
-            f"{type(drafter).__name__}.{verb} raised {type(error).__name__}: {first}; its traceback is that of this "
-            "error's cause"
+            f"{type(drafter).__name__}.{verb} raised {what}; its traceback is that of this error's cause"
         ) from error
 
 
@@ -118,18 +116,11 @@ def _require_same(drafter: Drafter, verb: str, of: str, got: Any, before: Any) -
         raise _wrong(drafter, verb, got, "the form that it had", of=of)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(before), strict=True):
         if (jnp.shape(one), jnp.result_type(one)) != (jnp.shape(other), jnp.result_type(other)):
-            raise _wrong(drafter, verb, one, f"{_described(other)} as before", of=of)
+            raise _wrong(drafter, verb, one, f"{described(other)} as before", of=of)
 
 
 def _wrong(drafter: Drafter, verb: str, got: Any, wanted: str, *, of: str = "") -> ValueError:
     what = f"{of} " if of else ""
     return ValueError(
-        f"{type(drafter).__name__}.{verb} returned {what}{_described(got)}, wanted {wanted}"
+        f"{type(drafter).__name__}.{verb} returned {what}{described(got)}, wanted {wanted}"
     )
-
-
-def _described(value: Any) -> str:
-    """An array by dtype and shape, anything else by what it is."""
-    if hasattr(value, "dtype") and hasattr(value, "shape"):
-        return f"{np.dtype(value.dtype).name}{list(value.shape)}"
-    return short_repr(value)

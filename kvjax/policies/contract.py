@@ -36,7 +36,7 @@ from kvjax.selectors import Selector
 from kvjax.spec import CacheSpec, require_int
 from kvjax.stores import Store
 from kvjax.stores.demotion import Demotion
-from kvjax.validation import parts_of, short_repr
+from kvjax.validation import described, first_line, parts_of, short_repr
 
 Shape = jax.ShapeDtypeStruct
 
@@ -400,12 +400,12 @@ def _traced(part: Any, verb: str, run: Callable[..., Any], *arrays: Any) -> Any:
     except Exception as error:
         if returned:
             got = f"{name} returned {_described(returned[0])}, where arrays are wanted"
-            raise ValueError(f"{got}: {_first_line(error)}") from error
+            raise ValueError(f"{got}: {first_line(error)}") from error
         if isinstance(error, NotImplementedError) and not str(error):
             raise ValueError(f"{name} is not implemented; {_needs(part)}") from error
         took = ", ".join(_described(array) for array in arrays) or "no arrays"
         raise ValueError(
-            f"{name} raised {type(error).__name__} for {took}: {_first_line(error)}"
+            f"{name} raised {type(error).__name__} for {took}: {first_line(error)}"
         ) from error
 
 
@@ -419,11 +419,6 @@ def _needs(part: Any) -> str:
     return next(
         (text for base, text in verbs.items() if isinstance(part, base)), "implement it"
     )
-
-
-def _first_line(error: Exception) -> str:
-    line = next(iter(str(error).splitlines()), "").strip()
-    return line or "no message"
 
 
 # ------------------------------------------------------------------------------------------------------- got and wanted
@@ -476,10 +471,8 @@ def _wrong(part: Any, verb: str, got: Any, wanted: str) -> ValueError:
 
 def _described(value: Any) -> str:
     """An array by dtype and shape; a tuple or a state by its arrays."""
-    if hasattr(value, "dtype") and hasattr(value, "shape"):
-        return f"{np.dtype(value.dtype).name}{list(value.shape)}"
-    if value is None or isinstance(value, str | int | float):
-        return short_repr(value)
+    if hasattr(value, "dtype") or value is None or isinstance(value, str | int | float):
+        return described(value)
     leaves = [_described(leaf) for leaf in jax.tree.leaves(value)]
     few = ", ".join(leaves[:4]) + (", ..." if len(leaves) > 4 else "")
     if type(value) is tuple:
