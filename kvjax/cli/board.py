@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kvjax.cli.options import without_weights
-from kvjax.cli.programs import load_checkpoint
 from kvjax.cli.terminal import bar, bars
 
 if TYPE_CHECKING:
+    from kvjax.cli.subject import Subject
     from kvjax.evaluate.caches import Row
     from kvjax.evaluate.store import Cell
 
@@ -20,7 +18,7 @@ TEXTS = 8  # excerpts that caches follow, at most
 
 
 def finish(
-    directory: Path,
+    subject: Subject,
     cells: Sequence[Cell],
     rows: Sequence[Row],
     *,
@@ -30,7 +28,6 @@ def finish(
     text: Path | None,
     batch: int,
     parallel: int,
-    dtype: str,
     resume: bool,
     step_times: Path | None,
     out: Path,
@@ -39,12 +36,9 @@ def finish(
     returns the paths of its files.
     """
     from kvjax.evaluate import board, continuing, plan
-    from kvjax.evaluate.provenance import model_digest
     from kvjax.received import read_object
 
-    checkpoint = without_weights(directory)
-    loaded = cache(partial(load_checkpoint, directory, dtype=dtype))
-    digest = model_digest(directory)
+    checkpoint = subject.unloaded
     found = list(cells)
     progress = bars()
     with progress:
@@ -52,30 +46,36 @@ def finish(
             with bar(progress, f"text of full attention, {length} tokens"):
                 task = continuing.make_task(
                     checkpoint,
-                    loaded,
+                    lambda: subject.loaded,
                     length,
                     folder=out,
                     text=text,
                     samples=min(samples, TEXTS),
                     seed=seed,
-                    key={"model": digest, "dtype": dtype},
+                    key={"model": subject.digest, "dtype": subject.dtype},
                 )
             one = plan.prepare(
                 checkpoint,
                 task,
                 rows,
-                dtype=dtype,
+                dtype=subject.dtype,
                 out=out / "drafts",
-                model=digest,
+                model=subject.digest,
                 resume=resume,
             )
             with bar(progress, task.name, total=one.total) as advance_to:
                 if one.done < one.total:
-                    how: dict[str, Any] = {"batch": batch, "parallel": parallel}
-                    plan.run(loaded(), one, continuing.follow, **how, progress=advance_to)
+                    plan.run(
+                        subject.loaded,
+                        one,
+                        continuing.follow,
+                        batch=batch,
+                        parallel=parallel,
+                        progress=advance_to,
+                    )
             found += one.cells.values()
     policies = {row.name: row.policies for row in rows if row.policies is not None}
-    spec = checkpoint.config.spec(1, max(lengths), dtype)
+    spec = checkpoint.config.spec(1, max(lengths), subject.dtype)
     made = board.document(
         found,
         board.rows_of(found, policies, spec, checkpoint.config.layers),

@@ -22,9 +22,8 @@ from kvjax.cli.options import (
     model_directory,
     optional,
     sizes,
-    without_weights,
 )
-from kvjax.cli.programs import load_checkpoint
+from kvjax.cli.subject import Subject
 from kvjax.cli.terminal import bar, bars, say, show_markdown, write_json
 
 if TYPE_CHECKING:
@@ -166,15 +165,14 @@ def evaluate(
     require_int("--batch", batch, at_least=1)
     require_int("--seed", seed, at_least=0)
     check_folder("--out", out)
-    directory = model_directory(model_dir)
-    kind = dtype_name(dtype)
+    subject = Subject(model_directory(model_dir), dtype_name(dtype))
     lengths = None if length is None else sizes("--length", length)
     budgets = None if budget is None else sizes("--budget", budget)
     if board:
         from kvjax.evaluate.board import TASKS, default_budgets, default_caches
 
         task = task or list(TASKS)
-        cache = cache or default_caches(without_weights(directory).config)
+        cache = cache or default_caches(subject.unloaded.config)
         if budgets is None and without_budget(cache):
             budgets = default_budgets(max(lengths or [LENGTH]))
     tasks = make_tasks(
@@ -193,10 +191,10 @@ def evaluate(
     )
 
     # Run.
-    plans = _prepare(directory, tasks, rows, dtype=kind, resume=resume, out=out)
+    plans = _prepare(subject, tasks, rows, resume=resume, out=out)
     _print_what_is_there(plans, out)
     if any(plan.done < plan.total for plan in plans):
-        _run(directory, plans, dtype=kind, batch=batch, parallel=parallel)
+        _run(subject, plans, batch=batch, parallel=parallel)
 
     # Print.
     _report(_cells(plans), out, as_json)
@@ -204,7 +202,7 @@ def evaluate(
         from kvjax.cli.board import finish
 
         written = finish(
-            directory,
+            subject,
             _cells(plans),
             rows,
             lengths=lengths or [LENGTH],
@@ -213,7 +211,6 @@ def evaluate(
             text=text,
             batch=batch,
             parallel=parallel,
-            dtype=kind,
             resume=resume,
             step_times=step_times,
             out=out,
@@ -240,33 +237,24 @@ def _given(ctx: typer.Context, *, but: Collection[str]) -> list[str]:
 
 
 def _prepare(
-    directory: Path,
-    tasks: Sequence[Task],
-    rows: Sequence[Row],
-    *,
-    dtype: str,
-    resume: bool,
-    out: Path,
+    subject: Subject, tasks: Sequence[Task], rows: Sequence[Row], *, resume: bool, out: Path
 ) -> list[Plan]:
     """Makes the examples of each task, and finds the answers that --out has already."""
     from kvjax.evaluate import plan
-    from kvjax.evaluate.provenance import model_digest
 
-    checkpoint = without_weights(directory)
     plans: list[Plan] = []
     progress = bars()
     with progress, bar(progress, "making examples") as advance_to:
-        digest = model_digest(directory)
         for task in tasks:
             advance_to(len(plans), len(tasks), task.name)
             plans.append(
                 plan.prepare(
-                    checkpoint,
+                    subject.unloaded,
                     task,
                     rows,
-                    dtype=dtype,
+                    dtype=subject.dtype,
                     out=out / "results",
-                    model=digest,
+                    model=subject.digest,
                     resume=resume,
                 )
             )
@@ -293,9 +281,7 @@ def _print_what_is_there(plans: Sequence[Plan], out: Path) -> None:
     say(f"{done} of {total} answers are in {out / 'results'} already{other}")
 
 
-def _run(
-    directory: Path, plans: Sequence[Plan], *, dtype: str, batch: int, parallel: int
-) -> None:
+def _run(subject: Subject, plans: Sequence[Plan], *, batch: int, parallel: int) -> None:
     """Computes the answers that the plans lack."""
     import jax
 
@@ -304,7 +290,7 @@ def _run(
     progress = bars()
     with progress:
         with bar(progress, "loading weights"):
-            loaded = load_checkpoint(directory, dtype=dtype)
+            loaded = subject.loaded
         # On a GPU a program takes longer to compile than its empty slots take to read.
         on_cpu = jax.default_backend() == "cpu"
         capacity = None if on_cpu else max(one.capacity for one in plans)

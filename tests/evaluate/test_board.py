@@ -242,8 +242,19 @@ def mine(budget: int = 32):
 
 
 def test_a_board_is_written_and_an_own_method_is_added(
-    checkpoint: Any, tmp_path: Any, capsys: pytest.CaptureFixture
+    checkpoint: Any,
+    tmp_path: Any,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    loads: list[Any] = []
+    load = models.load
+
+    def count(directory: Any, **how: Any) -> models.Checkpoint:
+        loads.append(directory)
+        return load(directory, **how)
+
+    monkeypatch.setattr("kvjax.models.load", count)
     (tmp_path / "mine.py").write_text(OWN)
     out = tmp_path / "out"
     small = ("--task", "pass_key:depths=2", "--length", "96", "--samples", "2", "--batch", "2")
@@ -254,6 +265,7 @@ def test_a_board_is_written_and_an_own_method_is_added(
         return json.loads((out / "board.json").read_text())
 
     first = run("--cache", "full")
+    assert loads == [checkpoint], "scores and drafts share the weights"
     assert [one["cache"] for one in first["rows"]] == ["full", "full"]
     assert first["rows"][1]["mean"] == 8.0
     own = ("--cache", "full", "--cache", f"{tmp_path}/mine.py:mine", "--budget", "16,32")
