@@ -78,7 +78,7 @@ def compare(
     exclude compilation. The default budget is 256, the default methods are full, fier, quest,
     snapkv and logquant.
     """
-    from kvjax.evaluate.answers import prepare, side_by_side
+    from kvjax.evaluate.answers import answer_rows, prepare
     from kvjax.generation import drafts
 
     # Parse: what is wrong is said here, before the weights are read.
@@ -92,15 +92,14 @@ def compare(
     new = max_new_tokens or (EXAMPLE_TOKENS if example else NEW_TOKENS)
     draft = None if speculate is None else drafts.parse(speculate)
     budgets = None if budget is None else sizes("--budget", budget)
-    caches = cache or list(DEFAULT)
     progress = bars()
     with progress, bar(progress, "reading the prompt"):
         unloaded = without_weights(directory)
         unloaded.chat_template.check_used(settings, where="--template")
-        prepare(
+        rows, tokens = prepare(
             unloaded,
             asked,
-            caches,
+            cache or list(DEFAULT),
             budget=budgets,
             dense_layers=dense_layers,
             max_new_tokens=new,
@@ -109,15 +108,13 @@ def compare(
 
     # Run.
     with progress, bar(progress, "comparing") as advance_to:
-        found = side_by_side(
+        found = answer_rows(
             load_checkpoint(directory, dtype=kind),
-            asked,
-            caches,
-            budget=budgets,
-            dense_layers=dense_layers,
+            rows,
+            tokens,
             max_new_tokens=new,
-            template=settings,
-            speculate=draft,
+            stop_tokens=unloaded.chat_stop_tokens if chat else unloaded.stop_tokens,
+            draft=draft,
             measure_drafts=measure_drafts,
             progress=advance_to,
         )

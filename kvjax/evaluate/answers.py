@@ -90,8 +90,30 @@ def side_by_side(
         template=template,
     )
     is_text = isinstance(prompt, str)
-    stop_tokens = checkpoint.stop_tokens if is_text else checkpoint.chat_stop_tokens
-    draft = drafts.parse(speculate) if isinstance(speculate, str) else speculate
+    return answer_rows(
+        checkpoint,
+        rows,
+        tokens,
+        max_new_tokens=max_new_tokens,
+        stop_tokens=checkpoint.stop_tokens if is_text else checkpoint.chat_stop_tokens,
+        draft=drafts.parse(speculate) if isinstance(speculate, str) else speculate,
+        measure_drafts=measure_drafts,
+        progress=progress,
+    )
+
+
+def answer_rows(
+    checkpoint: Checkpoint,
+    rows: Sequence[Row],
+    tokens: list[int],
+    *,
+    max_new_tokens: int,
+    stop_tokens: tuple[int, ...],
+    draft: Draft | None,
+    measure_drafts: bool,
+    progress: Callable[[int, int, str], None] | None,
+) -> list[Answer]:
+    """The answers of `side_by_side` by the rows and the tokens that `prepare` returned."""
     found: list[Answer] = []
     for at, row in enumerate(rows):
         if progress is not None:
