@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvjax.cli.options import at_home, check_file, model_directory, without_weights
+from kvjax.cli.options import check_file, given_file, model_directory, without_weights
 from kvjax.cli.programs import load_checkpoint
 from kvjax.cli.terminal import bar, bars, say, write
 
@@ -151,13 +151,7 @@ def read_prompts(prompts: Path | Sequence[str]) -> list[Asked]:
 
 
 def _text_of(path: Path) -> str:
-    path = at_home("--prompts", path)
-    if path.is_dir():
-        raise ValueError(
-            f"--prompts {path} is a folder; give a file with a prompt in each line"
-        )
-    if not path.exists():
-        raise ValueError(f"--prompts {path}: there is no such file")
+    path = given_file("--prompts", path, "a prompt in each line")
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:

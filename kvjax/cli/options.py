@@ -317,6 +317,20 @@ def size(
     return require_int(option, int(number) * unit, at_least=1)
 
 
+def given_file(option: str, path: Path, holds: str) -> Path:
+    """Returns the path of a file to read; `holds` says what is in it.
+
+    Raises:
+      ValueError: a folder, or nothing at all. A named pipe is fine.
+    """
+    path = at_home(option, path)
+    if path.is_dir():
+        raise ValueError(f"{option} {path} is a folder; give a file with {holds}")
+    if not path.exists():
+        raise ValueError(f"{option} {path}: there is no such file")
+    return path
+
+
 def check_folder(option: str, path: Path | None) -> None:
     """Raises ValueError if `path` cannot become a writable folder; None passes."""
     if path is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from kvjax.cli.options import at_home
+from kvjax.cli.options import given_file
 
 STDIN = Path("-")
 # The prompt of --example: the key at its start is outside every local window. The shipped model
@@ -67,9 +67,4 @@ def _text_of(file: Path) -> str:
 def _content(file: Path) -> bytes:
     if file == STDIN:
         return sys.stdin.buffer.read()
-    file = at_home("--prompt-file", file)
-    if file.is_dir():
-        raise ValueError(f"--prompt-file {file} is a folder; give a file with the prompt")
-    if not file.exists():  # a named pipe is fine
-        raise ValueError(f"--prompt-file {file}: there is no such file")
-    return file.read_bytes()
+    return given_file("--prompt-file", file, "the prompt").read_bytes()
