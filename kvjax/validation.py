@@ -272,6 +272,13 @@ def finite_number(what: str, value: Any) -> float:
     return number
 
 
+def check_utf8(what: str, text: str | None, cure: str = "") -> None:
+    """Raises ValueError for text of the command line that is not UTF-8; None passes."""
+    # Python gives bytes of the command line that are not UTF-8 as lone surrogates.
+    if any("\ud800" <= character < "\ue000" for character in text or ""):
+        raise ValueError(f"{what} is not UTF-8; set a UTF-8 locale{cure}")
+
+
 MOST_SHOWN = 200  # characters of a wrong value in an error message
 MOST_OF_MESSAGE = 2000  # characters of an error on the command line
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from kvjax.validation import cut, naming_absent, nearest, short_repr
+from kvjax.validation import check_utf8, cut, naming_absent, nearest, short_repr
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]  # {"role": ..., "content": ...} of each turn
 
@@ -216,8 +216,7 @@ def parse_settings(given: Sequence[str] | Mapping[str, Any], *, where: str) -> d
 
 def _pairs(text: str, where: str) -> Iterable[tuple[str, Any]]:
     """The names and values of NAME=VALUE, or of a JSON object."""
-    if any("\ud800" <= character < "\ue000" for character in text):
-        raise ValueError(f"{where} {short_repr(text)} is not UTF-8; set a UTF-8 locale")
+    check_utf8(f"{where} {short_repr(text)}", text)
     wanted = (
         f'NAME=VALUE such as {EXAMPLE}, or a JSON object such as {{"enable_thinking": false}}'
     )

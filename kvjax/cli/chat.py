@@ -31,8 +31,8 @@ from kvjax.cli.options import (
     without_weights,
 )
 from kvjax.cli.programs import load_checkpoint
-from kvjax.cli.prompts import check_utf8
 from kvjax.cli.terminal import bar, bars, say, write
+from kvjax.validation import check_utf8
 
 if TYPE_CHECKING:
     from kvjax.models import Checkpoint

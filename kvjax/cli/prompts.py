@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from kvjax.cli.options import given_file
+from kvjax.validation import check_utf8
 
 STDIN = Path("-")
 # The prompt of --example: the key at its start is outside every local window. The shipped model
@@ -37,13 +38,6 @@ def read_prompt(text: str | None, file: Path | None, *, example: bool = False) -
     if not prompt:
         raise ValueError("the prompt is empty; give at least one character")
     return prompt
-
-
-def check_utf8(option: str, text: str | None, cure: str = "") -> None:
-    """Raises ValueError for text of the command line that is not UTF-8; None passes."""
-    # Python gives bytes of the command line that are not UTF-8 as lone surrogates.
-    if any("\ud800" <= character < "\ue000" for character in text or ""):
-        raise ValueError(f"{option} is not UTF-8; set a UTF-8 locale{cure}")
 
 
 def _checked_text(text: str | None) -> str:
