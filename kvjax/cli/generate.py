@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -36,15 +36,13 @@ from kvjax.cli.options import (
     make_placement,
     make_policy,
     model_directory,
+    new_tokens,
     optional,
     template_settings,
     without_weights,
 )
 from kvjax.cli.prompts import EXAMPLE_TOKENS, read_prompt
 from kvjax.cli.terminal import Timeline, bar, bars, collect_garbage, say, write, write_json
-
-if TYPE_CHECKING:
-    from kvjax.models import Checkpoint
 
 JSON_BLOCK = 16  # decode steps between two transfers to the host; --json does not stream
 # On a GPU the host then calls programs ahead, and a step takes some milliseconds.
@@ -237,7 +235,7 @@ def generate(
         policy=policy,
         placement=placement,
         dtype=kind,
-        max_new_tokens=_new_tokens(checkpoint, len(tokens), max_new_tokens),
+        max_new_tokens=new_tokens(checkpoint, len(tokens), max_new_tokens),
         stop_tokens=checkpoint.chat_stop_tokens if chat else checkpoint.stop_tokens,
         sampling=sampling,
         key=None if sampling.greedy else jax.random.key(seed),
@@ -314,19 +312,6 @@ def _refuse_for_one_prompt(options: Mapping[str, object]) -> None:
             raise ValueError(
                 f"{name} is for the answers to --prompts; leave it out for a single prompt"
             )
-
-
-def _new_tokens(checkpoint: Checkpoint, prompt: int, asked: int | None) -> int:
-    """The most new tokens after a prompt; raises ValueError if the model has no positions for
-    them.
-    """
-    from kvjax.generation.prompt_inputs import check_fit
-    from kvjax.models.chat import default_new_tokens
-
-    positions = checkpoint.config.max_positions
-    new = default_new_tokens(prompt, positions) if asked is None else asked
-    check_fit(0, prompt, new, None, positions)
-    return new
 
 
 def _start_devices() -> None:

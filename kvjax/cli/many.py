@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvjax.cli.options import check_file, given_file, model_directory, without_weights
+from kvjax.cli.options import (
+    check_file,
+    given_file,
+    model_directory,
+    new_tokens,
+    without_weights,
+)
 from kvjax.cli.programs import load_checkpoint
 from kvjax.cli.terminal import bar, bars, say, write
 
@@ -191,18 +197,14 @@ def _check_template(checkpoint: Checkpoint, asked: Sequence[Asked], how: Many) -
 
 def _fit(checkpoint: Checkpoint, asked: Asked, how: Many, where: str) -> Fitted:
     """A prompt as tokens. `where` begins an error message."""
-    from kvjax.generation.prompt_inputs import check_fit
-    from kvjax.models.chat import default_new_tokens
     from kvjax.spec import require_int
 
-    positions = checkpoint.config.max_positions
     try:
         tokens = checkpoint.encode(asked.prompt, template=how.template)
         new = asked.fields.get("max_new_tokens", how.max_new_tokens)
-        if new is None:
-            new = default_new_tokens(len(tokens), positions)
-        new = require_int("max_new_tokens", new, at_least=1)
-        check_fit(0, len(tokens), new, None, positions)
+        if new is not None:
+            new = require_int("max_new_tokens", new, at_least=1)
+        new = new_tokens(checkpoint, len(tokens), new)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{where}: {error}") from error
     return Fitted(asked, tokens, new)

@@ -153,6 +153,19 @@ def check_new_tokens(most: int | None) -> None:
         raise ValueError(f"--max-new-tokens must be at least 1, got {most}")
 
 
+def new_tokens(checkpoint: Checkpoint, prompt: int, asked: int | None) -> int:
+    """The most new tokens after a prompt; raises ValueError if the model has no positions for
+    them.
+    """
+    from kvjax.generation.prompt_inputs import check_fit
+    from kvjax.models.chat import default_new_tokens
+
+    positions = checkpoint.config.max_positions
+    new = default_new_tokens(prompt, positions) if asked is None else asked
+    check_fit(0, prompt, new, None, positions)
+    return new
+
+
 def check_holds(
     cache: str, policy: PerLayer, checkpoint: Checkpoint, dtype: str, draft: Draft | None = None
 ) -> None:
