@@ -26,16 +26,16 @@ class Command(TyperCommand):
         for param in dict.fromkeys(in_order):
             several = getattr(param, "multiple", False)
             if in_order.count(param) > 1 and not several:
-                raise ValueError(f"{_name(param)} is given more than once; give it once")
+                raise ValueError(f"{written(param)} is given more than once; give it once")
             if values.get(param.name) == "" and self._takes_path(param.name):
-                raise ValueError(f"{_name(param)} is empty; give a path")
+                raise ValueError(f"{written(param)} is empty; give a path")
 
     def _takes_path(self, name: str) -> bool:
         hint = get_type_hints(self.callback)[name]
         return Path in (hint, *get_args(hint))
 
 
-def _name(param: Any) -> str:
+def written(param: Any) -> str:
     """The name of an option or argument, as it is written."""
     if param.param_type_name == "argument":
         return getattr(param, "metavar", None) or param.name.upper()

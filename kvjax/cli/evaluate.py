@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from kvjax.cli.command import written
 from kvjax.cli.options import (
     AsJson,
     Budgets,
@@ -228,11 +229,8 @@ def _given(ctx: typer.Context, *, but: Collection[str]) -> list[str]:
         source = ctx.get_parameter_source(name)
         if name in but or source is None or source.name != "COMMANDLINE":
             continue
-        if param.param_type_name == "argument":
-            names.append(getattr(param, "metavar", None) or name)
-        else:
-            off = ctx.params[name] is False and param.secondary_opts  # such as --no-resume
-            names.append((off or param.opts)[0])
+        off = ctx.params[name] is False and param.secondary_opts  # such as --no-resume
+        names.append(off[0] if off else written(param))
     return names
 
 
