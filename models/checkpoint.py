@@ -392,8 +392,8 @@ class Checkpoint:
             "key": key,
             "measure": True,
             "draft": draft,
+            "sparse_prompt": sparse_prompt,
         }
-        run.settings["sparse_prompt"] = sparse_prompt
         made = self.init_cache(cache, capacity=run.capacity, batch=len(counts))
         done = generate(self.model, made, run.rows, **run.settings)
         return Completion([self.decode(row) for row in done.rows], counts, done.rows, done)
@@ -444,8 +444,9 @@ class Checkpoint:
             "key": key,
             "measure": True,
             "draft": draft,
+            "sparse_prompt": sparse_prompt,
+            "tokenizer": self.tokenizer,
         }
-        run.settings |= {"sparse_prompt": sparse_prompt, "tokenizer": self.tokenizer}
         return stream(
             self.model, self.init_cache(cache, capacity=run.capacity), run.rows, **run.settings
         )

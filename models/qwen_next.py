@@ -17,7 +17,6 @@ from .llama import BACKBONE, OUT_BIAS, QKV_BIAS, expert_weights
 from .qwen import QK_NORM, SHARED_EXPERT, read_experts
 
 _FILE, _OWN = "model.layers.{i}.linear_attn.", "layers.{i}.mixer."
-_ATTENTION = "layers.{i}.attention."
 
 
 def configure_qwen3_next(fields: Fields) -> DecoderConfig:
