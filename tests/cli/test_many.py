@@ -117,19 +117,25 @@ def test_a_file_of_prompts_that_cannot_be_answered_is_one_line(
     assert re.search(message, err), err
 
 
-def test_chat_answers_each_line(kvjax, tmp_path, monkeypatch):
-    directory = write_checkpoint(tmp_path / "chat")
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory):
+    """A checkpoint with a chat template."""
+    directory = write_checkpoint(tmp_path_factory.mktemp("talker"))
     file = directory / "tokenizer_config.json"
     template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
     file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
-    talk = models.load(directory).chat(max_new_tokens=6)
+    return directory
+
+
+def test_chat_answers_each_line(kvjax, talker, monkeypatch):
+    talk = models.load(talker).chat(max_new_tokens=6)
     answers = [talk.say(message) for message in ("Hello", "And you?")]
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n\nAnd you?\n/exit\nno"))
     assert (
         "Missing argument 'MODEL_DIR'" in kvjax("chat")[2]
     )  # the small model is none for chats
-    assert "give a temperature too" in kvjax("chat", directory, "--top-p=0.5")[2]
-    code, stdout, err = kvjax("chat", directory, "--max-new-tokens=6")
+    assert "give a temperature too" in kvjax("chat", talker, "--top-p=0.5")[2]
+    code, stdout, err = kvjax("chat", talker, "--max-new-tokens=6")
     assert (code, stdout) == (0, "".join(f"{answer}\n" for answer in answers)), err
 
 
@@ -179,16 +185,6 @@ def test_an_answer_is_in_the_file_when_it_is_there(kvjax, checkpoint, tmp_path, 
     ask = ("--prompt", "a", "--prompt", "b", "--slots", 1, "--out", out, "--max-new-tokens", 2)
     assert kvjax("generate", checkpoint, *ask)[0] == 0
     assert any(text.count("\n") == 1 for text in seen)
-
-
-@pytest.fixture(scope="module")
-def talker(tmp_path_factory):
-    """A checkpoint with a chat template."""
-    directory = write_checkpoint(tmp_path_factory.mktemp("talker"))
-    file = directory / "tokenizer_config.json"
-    template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
-    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
-    return directory
 
 
 def test_a_conversation_is_saved_and_gone_on_from(kvjax, talker, tmp_path, monkeypatch):
