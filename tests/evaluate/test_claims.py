@@ -73,6 +73,20 @@ def test_equal_queries_never_correct_and_tau_beyond_the_cosines_decides_alone():
         queries.turns(take(LIVE, [0, 4]))
 
 
+def test_a_head_has_the_mean_of_its_runs_and_their_spread_as_error():
+    seen = queries.turns(LIVE)
+    np.testing.assert_array_equal(seen.runs, [0, 0, 0, 1, 1, 1])  # steps 0 to 3, and 4 to 7
+    mean, error = seen.by_head()
+    one, other = (seen.cosines[:, part].mean(axis=(1, 2)) for part in (slice(3), slice(3, 6)))
+    np.testing.assert_allclose(mean, (one + other) / 2, rtol=1e-5)
+    np.testing.assert_allclose(error, abs(one - other) / 2, rtol=1e-4, atol=1e-7)
+    shown = seen.summary()
+    np.testing.assert_allclose(shown["mean_by_head"], mean, atol=1e-5)
+    np.testing.assert_allclose(shown["mean_by_head_stderr"], error, atol=1e-5)
+    alone = queries.turns(take(LIVE, [0, 1, 2]))
+    assert alone.summary()["mean_by_head_stderr"] is None
+
+
 # ------------------------------------------------------------------------------------------------------------- coverage
 
 
