@@ -11,10 +11,12 @@ program it prints, beside dense attention by hand, which is compiled in the same
   and for Pallas kernels from the jaxpr (`benchmarks/tpu_moves.py`). XLA's own figure also has
   what stays in the fast memory, and counts a loop once. A loop whose number of rounds depends on
   data reads all of what it slices.
-- DMAs: slices that gathers read, each by a DMA of its own, and those of kernels.
-- us: derived, not measured: bytes at the chip's bandwidth, 30 ns more for each DMA, and a kernel
-  at least as long as its bundles, which `--kernels` counts. What XLA's own fusions compute is
-  left out.
+- DMAs: slices that gathers read, each by a DMA of its own, and those of kernels; beside them
+  those of gathers that the compiler gives to SparseCores.
+- us: derived, not measured. Bytes at the chip's bandwidth, 30 ns more for each slice that a
+  gather reads, and for one by a SparseCore 30 ns of one of its subcores. A kernel takes as long
+  as its bytes, its DMAs at 30 ns each, or its bundles, which `--kernels` counts, whichever is
+  longest. What XLA's own fusions compute is left out.
 - temp: memory beside arguments and results.
 - copies: instructions outside of fusions, in any branch or loop, that copy or transpose an array
   as large as one of the cache.
@@ -42,7 +44,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,8 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 import kvjax
-from benchmarks.tpu_moves import BANDWIDTH, CLOCK, derived_us, gathered, kernel_moves
+from benchmarks.tpu_moves import BANDWIDTH, CLOCK, bytes_of, derived_us, kernel_moves
+from benchmarks.tpu_program import Program, cache_sized_copies
 from kvjax import presets
 from kvjax.evaluate.provenance import provenance
 from kvjax.kernels_pallas.tpu import score_1bit
@@ -87,6 +89,7 @@ class Row:
     bytes: int  # with those of kernels
     kernel_bytes: int
     dmas: int
+    sparsecore_dmas: int
     us: float  # derived
     temp: int
     copies: list[str]  # shapes with layouts
@@ -185,228 +188,6 @@ def compile_for(
     return compiled, traced.jaxpr.jaxpr, time.process_time() - start
 
 
-INSTRUCTION = re.compile(
-    r"^\s+(?:ROOT )?%(?P<name>\S+) = (?P<shape>\(.*?\)|\S+) (?P<kind>[\w-]+)\((?P<rest>.*)"
-)
-COMPUTATION = re.compile(r"^(?:ENTRY )?%(?P<name>\S+) \(.*\{\s*$")
-TYPES = {
-    "bfloat16": "bf16", "float16": "f16", "float32": "f32", "float8_e4m3fn": "f8e4m3fn", "bool": "pred",
-    "int8": "s8", "uint8": "u8", "int16": "s16", "uint16": "u16", "int32": "s32", "uint32": "u32",
-}  # fmt: skip
-SIZES = {name: jnp.dtype(dtype).itemsize for dtype, name in TYPES.items()}  # by XLA's names
-ARRAY = re.compile(r"(?P<type>[a-z]+\d*)\[(?P<sizes>[\d,]*)\](?P<layout>\{[^}]*\})?")
-
-
-def cache_sized_copies(hlo: str, cache: Sequence[Any]) -> list[str]:
-    """Copies and transposes in `hlo` of arrays with the type and size of one of the `cache` that is a large part of it.
-
-    A fusion counts if its root is one; instructions inside of it do not, as they write no memory.
-    """
-    large = max(leaf.size * leaf.dtype.itemsize for leaf in cache) // 64
-    stored = {
-        (leaf.size, TYPES[str(leaf.dtype)])
-        for leaf in cache
-        if leaf.size * leaf.dtype.itemsize > large
-    }
-    roots = dict[str, str]()  # of each computation, the kind of its last instruction
-    found = list[tuple[str, str, str, str]]()
-    computation = ""
-    for line in hlo.splitlines():
-        if header := COMPUTATION.match(line):
-            computation = header["name"]
-        elif match := INSTRUCTION.match(line):
-            found.append((computation, match["shape"], match["kind"], match["rest"]))
-            if line.lstrip().startswith("ROOT"):
-                roots[computation] = match["kind"]
-    inside = {
-        name
-        for *_, kind, rest in found
-        if kind == "fusion"
-        for name in re.findall(r"calls=%([\w.\-]+)", rest)
-    }
-    copies = []
-    for computation, shape, kind, rest in found:
-        if computation in inside:
-            continue
-        if kind == "fusion":
-            (called,) = re.findall(r"calls=%([\w.\-]+)", rest)
-            kind = roots[called]
-        array = ARRAY.search(shape)
-        if kind not in (
-            "copy",
-            "transpose",
-        ):  # a copy-start brings an array nearer in its layout
-            continue
-        if (
-            array
-            and (prod(map(int, filter(None, array["sizes"].split(",")))), array["type"])
-            in stored
-        ):
-            copies.append(array[0])
-    return copies
-
-
-class Program:
-    """The instructions of a compiled program by computation."""
-
-    def __init__(self, hlo: str) -> None:
-        self.computations: dict[str, dict[str, re.Match[str]]] = {}
-        self.entry = name = ""
-        for line in hlo.splitlines():
-            if header := COMPUTATION.match(line):
-                name = header["name"]
-                self.entry = name if line.startswith("ENTRY") else self.entry
-                self.computations[name] = {}
-            elif match := INSTRUCTION.match(line):
-                self.computations[name][match["name"]] = match
-
-    def loops(self) -> Iterator[tuple[str, str, int | None]]:
-        """The computation that a loop is in, its body, and its rounds."""
-        for name, instructions in self.computations.items():
-            for found in instructions.values():
-                body = re.search(r"body=%([\w.\-]+)", found["rest"])
-                condition = re.search(r"condition=%([\w.\-]+)", found["rest"])
-                if found["kind"] == "while" and body and condition:
-                    yield name, body[1], self._rounds(condition[1])
-
-    def _rounds(self, condition: str) -> int | None:
-        """The number that the condition of a loop from 0 on compares with; None if the data
-        have it."""
-        tests = [condition]
-        for found in self.computations[condition].values():
-            tests += re.findall(r"calls=%([\w.\-]+)", found["rest"])
-        constants = [
-            int(found["rest"].partition(")")[0])
-            for name in tests
-            for found in self.computations[name].values()
-            if found["kind"] == "constant" and found["shape"].startswith("s32[]")
-        ]
-        return constants[0] if len(constants) == 1 else None
-
-    def moved(self, computation: str | None = None, *, all_of_slices: bool = False) -> int:
-        """Bytes that a run of a computation reads from a TPU's main memory and writes to it.
-
-        A loop counts with its rounds; one with as many as the data say reads all of what it
-        slices (`all_of_slices`). Of branches the one counts that moves most. An array that is
-        only sliced or gathered from counts with what is taken, and one that is updated in place
-        with the update. Arrays in the fast memory count nothing, nor do kernels.
-        """
-        computation = computation or self.entry
-        loops = {body: rounds for _, body, rounds in self.loops()}
-        total = 0
-        for found in self.computations[computation].values():
-            if found["kind"] == "while":
-                (body,) = re.findall(r"body=%([\w.\-]+)", found["rest"])
-                rounds = loops[body]
-                total += (rounds or 1) * self.moved(body, all_of_slices=rounds is None)
-            elif found["kind"] == "conditional":
-                total += max(map(self.moved, branches_of(found)))
-            elif found["kind"] == "call":
-                total += sum(
-                    map(self.moved, re.findall(r"to_apply=%([\w.\-]+)", found["rest"]))
-                )
-            elif found["kind"] not in NO_TRAFFIC and "tpu_custom_call" not in found["rest"]:
-                beside = self.computations[computation]
-                total += self._moved_by(found, beside, all_of_slices)
-        return total
-
-    def _moved_by(
-        self, found: Instruction, beside: dict[str, Instruction], all_of_slices: bool
-    ) -> int:
-        """Bytes that one instruction moves, whose operands are `beside` it."""
-        operands = [beside[name] for name in operand_names(found) if name in beside]
-        called = re.search(r"calls=%([\w.\-]+)", found["rest"])
-        inside = self.computations[called[1]] if found["kind"] == "fusion" and called else {}
-        parameters = [i for i in inside.values() if i["kind"] == "parameter"]
-        parameters.sort(key=lambda i: int(i["rest"].partition(")")[0]))
-        if found["kind"] in TAKES:
-            return size_of(found["shape"]) * (2 if size_of(operands[0]["shape"]) else 1)
-        if found["kind"] == "dynamic-update-slice":
-            update = size_of(operands[1]["shape"])
-            return update + (
-                any_size_of(operands[1]["shape"]) if size_of(found["shape"]) else 0
-            )
-        if not parameters:
-            return sum(size_of(a["shape"]) for a in (found, *operands))
-
-        total = 0
-        for operand, parameter in zip(operands, parameters, strict=False):
-            if all_of_slices:
-                total += size_of(operand["shape"])
-            elif size_of(operand["shape"]):
-                total += self._read_by(operand, parameter, inside)
-        updated = [i for i in inside.values() if i["kind"] == "dynamic-update-slice"]
-        if not updated:
-            return total + size_of(found["shape"])
-        updates = (inside.get(operand_names(i)[1]) for i in updated)
-        written = sum(any_size_of(i["shape"]) for i in updates if i is not None)
-        return total + (written if size_of(found["shape"]) else 0)
-
-    def _read_by(
-        self, operand: Instruction, parameter: Instruction, inside: dict[str, Instruction]
-    ) -> int:
-        """Bytes of `operand` that a fusion reads, which has it as `parameter`."""
-        users = users_of(parameter, inside)
-        while len(users) == 1 and self._passes_on(users[0]):
-            parameter = users[0]
-            users = users_of(parameter, inside)
-        if not users:  # it is the fusion's result
-            return size_of(operand["shape"])
-        first = all(operand_names(i)[0] == parameter["name"] for i in users)
-        if not first or not {i["kind"] for i in users} <= TAKES | {"dynamic-update-slice"}:
-            return size_of(operand["shape"])
-        return sum(any_size_of(i["shape"]) for i in users if i["kind"] in TAKES)
-
-    def _passes_on(self, found: Instruction) -> bool:
-        """True within a fusion for what names its operand anew, or in another layout."""
-        if found["kind"] != "fusion":
-            return found["kind"] in ("bitcast", "copy")
-        (called,) = re.findall(r"calls=%([\w.\-]+)", found["rest"])
-        kinds = [i["kind"] for i in self.computations[called].values()]
-        return sorted(kinds) == ["copy", "parameter"]
-
-
-Instruction = re.Match[str]
-TAKES = {"slice", "dynamic-slice", "gather"}  # a part of their first operand
-
-
-def users_of(found: Instruction, beside: dict[str, Instruction]) -> list[Instruction]:
-    return [i for i in beside.values() if found["name"] in operand_names(i)]
-
-
-def branches_of(found: Instruction) -> list[str]:
-    """The computations of a conditional."""
-    if several := re.search(r"branch_computations=\{([^}]*)\}", found["rest"]):
-        return re.findall(r"%([\w.\-]+)", several[1])
-    return re.findall(r"(?:true|false)_computation=%([\w.\-]+)", found["rest"])
-
-
-NO_TRAFFIC = {
-    "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call",
-    "copy-done", "after-all", "iota", "partition-id",
-}  # fmt: skip
-
-
-def operand_names(found: re.Match[str]) -> list[str]:
-    return re.findall(r"%([\w.\-]+)", found["rest"].partition(")")[0])
-
-
-def size_of(shape: str) -> int:
-    """Bytes of a type, without its arrays in a TPU's fast memory."""
-    return any_size_of(shape, without="S(1)")
-
-
-def any_size_of(shape: str, without: str = "no such memory") -> int:
-    """Bytes of a type, in whatever memory."""
-    total = 0
-    for array in ARRAY.finditer(shape):
-        if without not in (array["layout"] or "") and array["type"] in SIZES:
-            total += (
-                prod(map(int, filter(None, array["sizes"].split(",")))) * SIZES[array["type"]]
-            )
-    return total
-
-
 def measure(
     chip: str,
     preset: str,
@@ -423,7 +204,8 @@ def measure(
         hlo.mkdir(parents=True, exist_ok=True)
         (hlo / f"{preset}_{program}_{chip}_{spec.capacity}x{spec.batch}.txt").write_text(text)
     cache = growing(preset, spec) or jax.tree.leaves([args[i] for i in donated])
-    copies = cache_sized_copies(text, cache)
+    parsed = Program(text)
+    copies = cache_sized_copies(parsed, cache)
     temp = compiled.memory_analysis().temp_size_in_bytes
     whole = (
         2
@@ -436,19 +218,21 @@ def measure(
     faults = [f"copies {shape} {times} times" for shape, times in Counter(copies).items()]
     if temp > MOST_TEMP * whole:
         faults.append(f"takes {temp / whole:.0%} of the cache's bytes as temporary memory")
-    outside = Program(text).moved()
+    outside = parsed.moved()
     kernels = kernel_moves(jaxpr)
-    dmas = gathered(text) + kernels.dmas
-    us = derived_us(chip, outside, dmas, kernels, bundles_known(chip))
+    slices = parsed.gathered(on_sparsecore=False)
+    on_sparsecore = parsed.gathered(on_sparsecore=True)
+    us = derived_us(chip, outside, slices, on_sparsecore, kernels, bundles_known(chip))
     return Row(
         chip=chip,
         preset=preset,
         program=program,
         rows=spec.batch,
         capacity=spec.capacity,
-        bytes=outside + kernels.bytes,
-        kernel_bytes=kernels.bytes,
-        dmas=dmas,
+        bytes=outside + bytes_of(kernels),
+        kernel_bytes=bytes_of(kernels),
+        dmas=slices + sum(moves.dmas for moves in kernels.values()),
+        sparsecore_dmas=on_sparsecore,
         us=round(us, 1),
         temp=temp,
         copies=copies,
@@ -466,12 +250,11 @@ def device_of(chip: str) -> Any:
 RESULTS = Path(__file__).parent / "results" / "tpu.json"
 
 
-def bundles_known(chip: str) -> int | None:
-    """Bundles of a step of the grid of the kernel score_1bit, as `--kernels` once counted them;
-    None if it did not."""
+def bundles_known(chip: str) -> dict[str, int]:
+    """By kernel, the bundles of a step of its grid, as `--kernels` counted them for a chip."""
     found = json.loads(RESULTS.read_text()).get("kernels") if RESULTS.exists() else None
     rows = found["rows"] if found else []
-    return next((row["bundles"] for row in rows if row["chip"] == chip), None)
+    return {f"kvjax_{row['name']}": row["bundles"] for row in rows if row["chip"] == chip}
 
 
 @dataclass(frozen=True)
@@ -513,7 +296,7 @@ def score_1bit_program(capacity: int) -> tuple[Callable[..., Any], tuple[Any, ..
 
 def kernel_row(chip: str, capacity: int, dump: Path) -> KernelRow:
     run, args = score_1bit_program(capacity)
-    moves = kernel_moves(jax.make_jaxpr(run)(*args).jaxpr)
+    (moves,) = kernel_moves(jax.make_jaxpr(run)(*args).jaxpr).values()
     bundles = bundles_of("score_1bit", dump)
     clock = CLOCK.get(chip)
     return KernelRow(
@@ -582,6 +365,7 @@ def program_of(row: dict[str, Any]) -> tuple[Any, ...]:
 def shown(row: Row) -> str:
     return (
         f"{row.chip:6} {row.preset:14} {row.program:7} {row.bytes / 1e6:9.1f} MB  {row.dmas:6d} DMAs  "
+        f"{row.sparsecore_dmas:6d} by SparseCores  "
         f"{row.us:8.1f} us  temp {row.temp / 1e6:8.2f} MB  compile {row.compile_s:5.1f} s  "
         f"{'; '.join(row.faults) or 'no fault'}"
     )

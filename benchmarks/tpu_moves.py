@@ -2,13 +2,12 @@
 
 XLA knows nothing of a Pallas kernel but what its author wrote as `cost_estimate`. So its blocks
 and its own DMAs are counted from the jaxpr: `kernel_moves`. And to a gather each token is a DMA
-of its own, which takes a TPU as long as one of several KiB: `gathered` counts them in the
-compiled program. `derived_us` puts a price on both.
+of its own, which takes a TPU as long as one of several KiB: `tpu_program.Program.gathered` counts
+them in the compiled program. `derived_us` puts a price on both.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -22,11 +21,13 @@ from jax.extend.core import jaxpr_as_fun
 BANDWIDTH = {"v5e": 819e9, "v6e": 1640e9, "tpu7x": 3690e9}  # bytes a second of a device
 CLOCK = {"v5e": 1.5e9}  # bundles a second: 197 TFLOPS are four units of 128 x 128 at it
 DMA = 30e-9  # seconds from one small DMA to the next
+# Of the SparseCores that a device has, each of which starts its own DMAs.
+SUBCORES = {"v5e": 0, "v6e": 32, "tpu7x": 32}
 
 
 @dataclass(frozen=True)
 class Moves:
-    """What kernels move between memories in a run."""
+    """What a kernel moves between memories in a run."""
 
     bytes: int = 0
     dmas: int = 0
@@ -39,26 +40,37 @@ class Moves:
         return Moves(self.bytes * times, self.dmas * times, self.steps * times)
 
 
-def kernel_moves(jaxpr: Any) -> Moves:
-    """The moves of all Pallas kernels that a program for one TPU has.
+def kernel_moves(jaxpr: Any) -> dict[str, Moves]:
+    """The moves of all Pallas kernels that a program for one TPU has, by their names.
 
     Of branches by data the one with the most bytes counts, and a loop whose rounds depend on
     the data counts once.
     """
-    total = Moves()
+    found = dict[str, Moves]()
     for eqn in jaxpr.eqns:
         kind = eqn.primitive.name
         if kind == "pallas_call":
-            total += _of_kernel(eqn)
+            parts = {eqn.params["name"]: _of_kernel(eqn)}
         elif kind == "cond":
-            found = [kernel_moves(branch.jaxpr) for branch in _branches(eqn)]
-            total += max(found, key=lambda moves: moves.bytes)
+            parts = max((kernel_moves(b.jaxpr) for b in _branches(eqn)), key=bytes_of)
         elif kind == "kvjax_on_one_device":
-            total += kernel_moves(eqn.params["alone"].jaxpr)
+            parts = kernel_moves(eqn.params["alone"].jaxpr)
         else:
-            inside = sum(map(kernel_moves, _jaxprs(eqn)), Moves())
-            total += inside * (eqn.params["length"] if kind == "scan" else 1)
-    return total
+            parts = {}
+            for inside in map(kernel_moves, _jaxprs(eqn)):
+                parts = _sum_of(parts, inside)
+            rounds = eqn.params["length"] if kind == "scan" else 1
+            parts = {name: moves * rounds for name, moves in parts.items()}
+        found = _sum_of(found, parts)
+    return found
+
+
+def bytes_of(kernels: dict[str, Moves]) -> int:
+    return sum(moves.bytes for moves in kernels.values())
+
+
+def _sum_of(one: dict[str, Moves], other: dict[str, Moves]) -> dict[str, Moves]:
+    return {name: one.get(name, Moves()) + other.get(name, Moves()) for name in one | other}
 
 
 def _branches(eqn: Any) -> Sequence[Any]:
@@ -107,56 +119,43 @@ def _of_block(block: Any, grid: tuple[int, ...]) -> Moves:
 
 
 def _own_dmas(jaxpr: Any) -> Moves:
-    """The DMAs that a kernel starts itself in one step of its grid."""
+    """The DMAs that a kernel starts itself in one step of its grid; of branches, those of the
+    one with the most."""
     total = Moves()
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dma_start":
+        kind = eqn.primitive.name
+        if kind == "dma_start":
             types = [operand.aval for operand in eqn.invars]
             source = jax.tree.unflatten(eqn.params["tree"], types)[0]
             total += Moves(prod(source.shape) * source.dtype.itemsize, 1)
-            continue
-        rounds = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        total += sum(map(_own_dmas, _jaxprs(eqn)), Moves()) * rounds
+        elif kind == "cond":
+            branches = (_own_dmas(branch.jaxpr) for branch in eqn.params["branches"])
+            total += max(branches, key=lambda moves: moves.dmas)
+        else:
+            inside = sum(map(_own_dmas, _jaxprs(eqn)), Moves())
+            total += inside * (eqn.params["length"] if kind == "scan" else 1)
     return total
 
 
-GATHER = re.compile(
-    r"= (?P<result>\S+?)(?:\{\S*)? gather\(%(?P<source>[\w.\-]+),.*slice_sizes=\{(?P<sizes>[\d,]+)\}"
-)
-ARRAY = re.compile(r"\w+\[(?P<sizes>[\d,]*)\]")
+def derived_us(
+    chip: str,
+    moved: int,
+    slices: int,
+    on_sparsecore: int,
+    kernels: dict[str, Moves],
+    bundles: dict[str, int],
+) -> float:
+    """Microseconds of a run that moves `moved` bytes outside of kernels, with one DMA for each
+    of the `slices` that gathers take, and of those that SparseCores gather.
 
-
-def gathered(hlo: str) -> int:
-    """The slices that gathers of a compiled program read from a TPU's main memory, each by a
-    DMA; those of arrays in its fast memory are none."""
-    reads = 0
-    sources = dict[str, str]()
-    for line in hlo.splitlines():
-        if named := re.match(r"^\s+(?:ROOT )?%(\S+) = (\S+) ", line):
-            sources[named[1]] = named[2]
-        if found := GATHER.search(line):
-            if "S(1)" in sources.get(found["source"], ""):
-                continue
-            reads += _count(ARRAY.match(found["result"])) // _product(found["sizes"])
-    return reads
-
-
-def _count(array: re.Match[str] | None) -> int:
-    return _product(array["sizes"]) if array else 0
-
-
-def _product(sizes: str) -> int:
-    return prod(int(size) for size in sizes.split(",") if size)
-
-
-def derived_us(chip: str, moved: int, dmas: int, kernel: Moves, bundles: int | None) -> float:
-    """Microseconds of a run that moves `moved` bytes outside of kernels, and so many in `dmas`
-    that are small; a kernel takes as long as its bytes or its `bundles`, whichever is longer.
-
-    Left out is what XLA's own fusions compute while nothing moves.
+    A kernel starts its copies ahead and computes meanwhile. It takes as long as its bytes, its
+    DMAs one after the other, or its `bundles` of each step, whichever is longest. Left out is
+    what XLA's own fusions compute while nothing moves.
     """
-    bandwidth = BANDWIDTH[chip]
-    of_kernel = kernel.bytes / bandwidth
-    if bundles is not None and chip in CLOCK:
-        of_kernel = max(of_kernel, bundles * kernel.steps / CLOCK[chip])
-    return 1e6 * (moved / bandwidth + dmas * DMA + of_kernel)
+    seconds = moved / BANDWIDTH[chip] + slices * DMA
+    if on_sparsecore:
+        seconds += on_sparsecore * DMA / SUBCORES[chip]
+    for name, kernel in kernels.items():
+        of_bundles = bundles.get(name, 0) * kernel.steps / CLOCK.get(chip, float("inf"))
+        seconds += max(kernel.bytes / BANDWIDTH[chip], kernel.dmas * DMA, of_bundles)
+    return 1e6 * seconds

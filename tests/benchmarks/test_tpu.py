@@ -10,7 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from benchmarks import tpu
-from benchmarks.tpu_moves import Moves, derived_us, gathered, kernel_moves
+from benchmarks.tpu_moves import Moves, derived_us, kernel_moves
+from benchmarks.tpu_program import Program, cache_sized_copies
 
 PROGRAM = """HloModule step
 
@@ -43,7 +44,10 @@ PROGRAM = """HloModule step
 ENTRY %main (k: bf16[1,8,4096,128]) -> bf16[1,8,4096,128] {
   %k = bf16[1,8,4096,128]{3,2,1,0} parameter(0)
   %small = bf16[1,8,1,128]{3,1,2,0} copy(%k)
-  %nearer = bf16[1,8,4096,128]{3,2,1,0:S(1)} copy-start(%k)
+  %nearer = (bf16[1,8,4096,128]{3,2,1,0:S(1)}, bf16[1,8,4096,128]{3,2,1,0}, u32[]{:S(2)}) copy-start(%k)
+  %near = bf16[1,8,4096,128]{3,2,1,0:S(1)} copy-done(%nearer)
+  %few = ((bf16[1,8,4096,128]{3,2,1,0}), bf16[1,8,64,128]{3,2,1,0:S(1)}, s32[]{:S(2)}) slice-start(%k)
+  %nearest = bf16[1,8,64,128]{3,2,1,0:S(1)} slice-done(%few)
   %turned = bf16[1,8,4096,128]{3,1,2,0} fusion(%k), kind=kLoop, calls=%fused_copy
   %loop = (s32[], bf16[1,8,4096,128]{3,2,1,0}) while(%turned), condition=%condition, body=%body
   ROOT %back = bf16[1,8,4096,128]{3,2,1,0} copy(%turned)
@@ -53,7 +57,7 @@ ENTRY %main (k: bf16[1,8,4096,128]) -> bf16[1,8,4096,128] {
 
 def test_copies_as_large_as_the_cache_are_found_in_and_out_of_fusions() -> None:
     cache = [jax.ShapeDtypeStruct((1, 8, 4096, 128), jnp.bfloat16)]
-    assert tpu.cache_sized_copies(PROGRAM, cache) == [
+    assert cache_sized_copies(Program(PROGRAM), cache) == [
         "bf16[1,8,4096,128]{3,1,2,0}",
         "bf16[1,8,4096,128]{3,2,1,0}",
     ]
@@ -61,7 +65,7 @@ def test_copies_as_large_as_the_cache_are_found_in_and_out_of_fusions() -> None:
 
 def test_copies_of_another_type_or_size_are_not_the_caches() -> None:
     cache = [jax.ShapeDtypeStruct((1, 8, 4096, 128), jnp.uint16)]
-    assert tpu.cache_sized_copies(PROGRAM, cache) == []
+    assert cache_sized_copies(Program(PROGRAM), cache) == []
 
 
 def test_moved_bytes_are_those_of_main_memory_with_all_rounds() -> None:
@@ -70,7 +74,8 @@ def test_moved_bytes_are_those_of_main_memory_with_all_rounds() -> None:
     index = 4
     small = whole + 8 * 128 * 2  # as if all of k were read for it
     copies = whole + 2 * whole + 2 * whole  # `nearer` only reads, `turned` and `back`
-    assert tpu.Program(PROGRAM).moved() == small + copies + 10 * (2 * block + index)
+    few = block  # which only reads, too
+    assert Program(PROGRAM).moved() == small + copies + few + 10 * (2 * block + index)
 
 
 BRANCHES = """HloModule step
@@ -110,13 +115,13 @@ def test_a_loop_by_data_reads_all_of_what_it_slices() -> None:
     block = 8 * 64 * 128 * 2
     index = 4
     rounds, once = 10 * (2 * block + index), whole + block + index
-    assert tpu.Program(by_data).moved() == tpu.Program(PROGRAM).moved() - rounds + once
+    assert Program(by_data).moved() == Program(PROGRAM).moved() - rounds + once
 
 
 def test_a_branch_a_gather_and_an_update_count_what_they_move() -> None:
     update = 8 * 256 * 128 * 2
     taken = 160 * 128 * 2
-    assert tpu.Program(BRANCHES).moved() == update + taken
+    assert Program(BRANCHES).moved() == update + taken
 
 
 def test_a_run_replaces_rows_of_the_same_programs(tmp_path: Path) -> None:
@@ -155,7 +160,9 @@ def known_kernel(x: jax.Array, y: jax.Array, far: jax.Array) -> jax.Array:
 
 
 def moves(run, *args: jax.Array) -> Moves:
-    return kernel_moves(jax.make_jaxpr(run)(*args).jaxpr)
+    found = kernel_moves(jax.make_jaxpr(run)(*args).jaxpr)
+    assert len(found) <= 1
+    return sum(found.values(), Moves())
 
 
 def test_blocks_and_dmas_of_a_kernel_are_counted() -> None:
@@ -194,24 +201,84 @@ def test_fiers_scores_move_what_their_kernel_says() -> None:
     D, g, G, rows, tokens = 128, 32, 4, 8, 8192
     of_tokens = rows * tokens * (D // 8 + 4 * D // g + 4 * G)
     queries = rows * 8 * D * 2
-    found = kernel_moves(jax.make_jaxpr(run)(*shapes).jaxpr)
+    found = moves(run, *shapes)
     assert found.bytes == of_tokens + queries
     assert found.steps == rows * tokens // 4096
 
 
-def test_gathers_count_slices_of_main_memory() -> None:
-    program = """
+GATHERS = """HloModule step
+
+%fused_tokens (p0: bf16[8,4096,128], p1: s32[8,20]) -> bf16[8,20,128] {
+  %p0 = bf16[8,4096,128]{2,1,0} parameter(0)
+  %p1 = s32[8,20]{1,0} parameter(1)
+  ROOT %tokens = bf16[8,20,128]{2,1,0} gather(%p0, %p1), offset_dims={2}, slice_sizes={1,1,128}
+}
+
+%by_sparsecore (p2: bf16[8,4096,128], p3: s32[8,20]) -> bf16[8,20,128] {
+  %p2 = bf16[8,4096,128]{2,1,0} parameter(0)
+  %p3 = s32[8,20]{1,0} parameter(1)
+  ROOT %taken = bf16[8,20,128]{2,1,0} fusion(%p2, %p3), kind=kCustom, calls=%fused_tokens
+}, execution_thread="sparsecore"
+
+%few (a: bf16[8,4096,128]) -> bf16[8,20,128] {
+  %a = bf16[8,4096,128]{2,1,0} parameter(0)
+  ROOT %first = bf16[8,20,128]{2,1,0} slice(%a), slice={[0:8], [0:20], [0:128]}
+}
+
+%more (b: bf16[8,4096,128]) -> bf16[8,20,128] {
+  %b = bf16[8,4096,128]{2,1,0} parameter(0)
+  %which = s32[8,20]{1,0} constant({...})
+  %taken.1 = bf16[8,20,128]{2,1,0} fusion(%b, %which), kind=kCustom, calls=%fused_tokens
+  ROOT %twice = bf16[8,20,128]{2,1,0} copy(%taken.1)
+}
+
+ENTRY %main (far: bf16[8,4096,128], near: f32[8,4096], at: s32[8,20]) -> bf16[8,20,128] {
   %far = bf16[8,4096,128]{2,1,0:T(8,128)(2,1)} parameter(0)
   %near = f32[8,4096]{1,0:T(8,128)S(1)} parameter(1)
-  %tokens = bf16[8,20,128]{2,1,0} gather(%far, %at), offset_dims={2}, slice_sizes={1,1,128}
+  %at = s32[8,20]{1,0} parameter(2)
   %pages = bf16[8,5,16,128]{3,2,1,0} gather(%far, %at), offset_dims={2,3}, slice_sizes={1,16,128}
   %scores = f32[8,20]{1,0} gather(%near, %at), offset_dims={}, slice_sizes={1,1}
+  %start = ((), (), s32[]{:S(2)}) call-start(), async_execution_thread="sparsecore", to_apply=%by_sparsecore
+  %update = ((bf16[8,4096,128]{2,1,0}, s32[8,20]{1,0}), bf16[8,20,128]{2,1,0}) call-update(%start, %far, %at)
+  %done = bf16[8,20,128]{2,1,0} call-done(%update)
+  ROOT %either = bf16[8,20,128]{2,1,0} conditional(%done, %far, %far), branch_computations={%few, %more}
+}
 """
-    assert gathered(program) == 8 * 20 + 8 * 5
+
+
+def test_gathers_count_slices_of_main_memory_of_the_branch_that_moves_most() -> None:
+    program = Program(GATHERS)
+    assert program.gathered(on_sparsecore=False) == 8 * 5 + 8 * 20
+    assert program.gathered(on_sparsecore=True) == 8 * 20
+
+
+def test_a_gather_by_sparsecores_moves_its_slices_once() -> None:
+    taken = 8 * 20 * 128 * 2
+    slots = 8 * 20 * 4
+    pages = 2 * 8 * 5 * 16 * 128 * 2  # read and written
+    by_one_core = pages + slots_of_scores()
+    more = 2 * taken + slots + 2 * taken
+    assert Program(GATHERS).moved() == by_one_core + 2 * taken + slots + more
+
+
+def slots_of_scores() -> int:
+    """The scores that a gather takes from the fast memory and writes to the main one."""
+    return 8 * 20 * 4
 
 
 def test_a_derived_time_has_bytes_dmas_and_bundles() -> None:
-    kernel = Moves(bytes=819_000_000, dmas=10, steps=1000)
-    assert derived_us("v5e", 819_000_000, 1000, kernel, None) == pytest.approx(2030)
-    slow = derived_us("v5e", 0, 0, kernel, 3000)  # bundles
-    assert slow == pytest.approx(2000)
+    moved = 819_000_000  # a millisecond
+    kernel = Moves(bytes=moved, dmas=1000, steps=1000)
+
+    def us(slices: int, kernel: Moves, bundles: int = 0, chip: str = "v5e") -> float:
+        on_sparsecore = slices if chip == "tpu7x" else 0
+        rest = slices - on_sparsecore
+        known = {"kvjax_score": bundles}
+        return derived_us(chip, moved, rest, on_sparsecore, {"kvjax_score": kernel}, known)
+
+    assert us(1000, Moves()) == pytest.approx(1030)
+    assert us(1000, kernel) == pytest.approx(2030)  # its bytes
+    assert us(1000, Moves(moved, 50_000, 1)) == pytest.approx(2530)  # its DMAs
+    assert us(1000, kernel, bundles=3000) == pytest.approx(3030)  # its bundles
+    of_bytes = 1e6 * moved / 3690e9
+    assert us(32_000, Moves(), chip="tpu7x") == pytest.approx(of_bytes + 30)
