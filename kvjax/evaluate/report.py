@@ -232,23 +232,52 @@ def differences(cell: Cell, full: Cell) -> dict[str, Any]:
     `other_wording` is the share of questions whose answers differ in their text. Empty unless
     two or more questions were answered through both caches.
     """
-    theirs = {one["id"]: one for one in full.examples}
-    pairs = [(one, theirs[one["id"]]) for one in cell.examples if one["id"] in theirs]
+    pairs = _same_questions(cell, full)
     if cell is full or len(pairs) < 2:
         return {}
-    by_question = np.array([own["score"] - other["score"] for own, other in pairs])
+    mean, stderr = _difference(pairs)
     return {
-        "difference": float(by_question.mean()),
-        "difference_stderr": float(by_question.std(ddof=1) / np.sqrt(len(pairs))),
+        "difference": mean,
+        "difference_stderr": stderr,
         "other_wording": float(
             np.mean([own["answer"] != other["answer"] for own, other in pairs])
         ),
     }
 
 
+def pairwise(cells: Sequence[Cell]) -> dict[str, dict[str, list[float]]]:
+    """Two caches of one task -> the mean difference of their scores, question by question, and
+    its standard error: found[one][other] for each `other` that stands before `one`.
+
+    The error is much below that of two means of the same questions, as most answers are alike.
+    """
+    found: dict[str, dict[str, list[float]]] = {}
+    for at, cell in enumerate(cells):
+        for other in cells[:at]:
+            pairs = _same_questions(cell, other)
+            if len(pairs) > 1:
+                beside = [round(number, 4) for number in _difference(pairs)]
+                found.setdefault(cell.cache, {})[other.cache] = beside
+    return found
+
+
+def _same_questions(one: Cell, other: Cell) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The results of both for each question that both answered."""
+    theirs = {example["id"]: example for example in other.examples}
+    return [
+        (example, theirs[example["id"]]) for example in one.examples if example["id"] in theirs
+    ]
+
+
+def _difference(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> tuple[float, float]:
+    """The mean difference of two scores of the same questions, and its standard error."""
+    by_question = np.array([own["score"] - other["score"] for own, other in pairs])
+    return float(by_question.mean()), float(by_question.std(ddof=1) / np.sqrt(len(pairs)))
+
+
 def summary(cells: Sequence[Cell]) -> dict[str, Any]:
     """The runs and their scores, without the answers, each beside full attention where that was
-    asked too; JSON.
+    asked too, and the differences of every two caches of a task; JSON.
     """
     results: dict[str, dict[str, Any]] = {}
     whole = {cell.task: cell for cell in cells if cell.cache == "full" and cell.examples}
@@ -260,6 +289,8 @@ def summary(cells: Sequence[Cell]) -> dict[str, Any]:
             settings = {name: cell.head.get(name) for name in ("budget", "dense_layers")}
             beside = differences(cell, whole[cell.task]) if cell.task in whole else {}
             found["caches"][cell.cache] = {**settings, **_rounded(score(cell) | beside)}
+    for task, found in results.items():
+        found["differences"] = pairwise([cell for cell in cells if cell.task == task])
     refused = {cell.cache: cell.refused for cell in cells if cell.refused}
     return {**about(cells), "results": results} | ({"refused": refused} if refused else {})
 

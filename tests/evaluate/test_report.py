@@ -176,6 +176,23 @@ def test_the_summary_compares_with_full_attention_question_by_question():
     )
 
 
+def test_the_summary_compares_every_two_caches_question_by_question():
+    found = report.summary(CELLS)["results"]["needle at 1024"]["differences"]
+    assert {one: list(others) for one, others in found.items()} == {
+        "fier@16": ["full"],
+        "fier@64": ["full", "fier@16"],
+    }
+    full, few, more = (
+        np.array([one["score"] for one in cell.examples])
+        for cell in CELLS
+        if cell.task == "needle at 1024"
+    )
+    for name, other in (("full", full), ("fier@16", few)):
+        by_question = more - other
+        error = by_question.std(ddof=1) / np.sqrt(len(by_question))
+        assert found["fier@64"][name] == [round(by_question.mean(), 4), round(error, 4)]
+
+
 def test_cells_of_several_runs_come_in_the_order_of_tables(tmp_path):
     def save(one, run):
         one = dataclasses.replace(
