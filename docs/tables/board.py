@@ -215,8 +215,7 @@ def _board(board: Mapping[str, Any], file: str) -> list[str]:
         f"{made['date'][:10]}: `{file}`, by `{board['command']}`.\n"
     ]
     for group in groups(read_rows(board)):
-        counts = sorted({row.n for row in group.rows})
-        parts.append(f"{group.heading}, {group.metric}, n = {' to '.join(map(str, counts))}:\n")
+        parts.append(f"{group.heading}, {group.metric}, n = {group.samples}:\n")
         parts.append(markdown(*equal_costs(group, of_reads)))
     return parts
 

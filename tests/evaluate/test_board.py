@@ -15,7 +15,13 @@ from docs.tables import board as docs_board
 from kvjax import models, presets
 from kvjax.cli import main
 from kvjax.evaluate import acceptance, board, continuing, plan
-from kvjax.evaluate.board.groups import best_within, by_time, curves, equal_costs
+from kvjax.evaluate.board.groups import (
+    best_within,
+    by_time,
+    curves,
+    equal_costs,
+    ruler_titles,
+)
 from kvjax.evaluate.caches import check_rows, make_rows
 from kvjax.evaluate.costs import costs
 from kvjax.evaluate.curves import around, draw, evenly, ratios
@@ -118,7 +124,7 @@ def test_the_best_score_counts_among_the_budgets_that_cost_no_more() -> None:
 
 
 def test_tasks_of_ruler_become_their_mean_where_a_cache_has_all() -> None:
-    titles = sorted(board.groups.__globals__["ruler_titles"]())[:2]
+    titles = sorted(ruler_titles())[:2]
     rows = [
         row(c, m, task=t)
         for t, m in zip(titles, (0.2, 0.6), strict=True)
@@ -128,6 +134,13 @@ def test_tasks_of_ruler_become_their_mean_where_a_cache_has_all() -> None:
     assert (group.title, group.methods) == ("RULER", ["full", "fier"])
     assert group.rows[0].mean == pytest.approx(0.4)
     assert group.rows[0].n == 20
+
+
+def test_a_group_tells_the_least_and_the_most_samples() -> None:
+    (same,) = board.groups(ROWS)
+    assert same.samples == "10"
+    (several,) = board.groups([*ROWS, row("quest@64", 0.1, n=4), row("kivi", 0.1, n=7)])
+    assert several.samples == "4 to 10"
 
 
 def test_rows_of_a_summary_have_dense_layers_that_read_everything() -> None:

@@ -41,6 +41,14 @@ class Group:
         return next((row for row in self.rows if row.cache == "full"), None)
 
     @property
+    def samples(self) -> str:
+        """Examples of its rows: "100", or "20 to 100" if some rows have fewer."""
+        counts = [row.n for row in self.rows]
+        least = min(counts)
+        most = max(counts)
+        return str(least) if least == most else f"{least} to {most}"
+
+    @property
     def heading(self) -> str:
         return self.title if self.length is None else f"{self.title}, {self.length} tokens"
 

@@ -109,10 +109,8 @@ def _head(board: Mapping[str, Any], rows: Sequence[Row]) -> str:
 
 def _section(group: Group, steps: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, str]]:
     """Scores of a group at equal bytes, and its pictures."""
-    counts = sorted({row.n for row in group.rows})
-    samples = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     metric = group.metric[0].upper() + group.metric[1:]
-    head = f"## {group.heading}\n\n{metric}, n = {samples}."
+    head = f"## {group.heading}\n\n{metric}, n = {group.samples}."
     if group.full is None or group.full.bytes_read is None:
         return f"{head} Add `--cache full`, which the others are compared with.", {}
     drawn: dict[str, str] = {}

@@ -51,7 +51,3 @@ def score_axis(group: Group) -> Axis:
 def is_of_drafts(group: Group) -> bool:
     """True if scores are tokens accepted of a draft."""
     return group.metric.startswith("tokens accepted")
-
-
-def _title(group: Group) -> str:
-    return group.title if group.length is None else f"{group.title}, {group.length} tokens"
