@@ -7,18 +7,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.evaluate.tasks.checking import check_fields
+from kvjax.evaluate.tasks.checking import check_task
 from kvjax.evaluate.tasks.protocol import Example, Task
 from kvjax.presets.loading import FILE, announced, load, load_announced, reference
 from kvjax.presets.parsing import arguments_of, read_settings, settings_of
-from kvjax.validation import check_verbs, nearest, short_repr
+from kvjax.validation import nearest, short_repr
 
 __all__ = ["Example", "Task", "check_task", "make_tasks"]
 
 GENERATED_RULER = "ruler-synthetic"  # ten tasks: see `generated.RULER`
 SAMPLES, LENGTH = 64, 2048  # defaults of generated tasks
 GROUP = "kvjax.tasks"  # of entry points
-FIELDS = ("name", "metric", "max_new_tokens", "stop", "chat")
 HARNESS = (
     "published tasks are those of lm-evaluation-harness: python -m kvjax.evaluate.harness run "
     "--model kvjax --tasks"
@@ -89,25 +88,6 @@ def make_tasks(
             "after the other, each with its own --out"
         )
     return made
-
-
-def check_task(where: str, task: Any) -> Task:
-    """The task, if it has what a `Task` has.
-
-    Raises:
-      ValueError: it does not, or a field is not what `Task` says.
-    """
-    check_verbs(
-        where,
-        task,
-        "a task",
-        ("key", "examples", "score"),
-        "kvjax.evaluate.tasks.make_tasks(['needles'])",
-        fields=FIELDS,
-        protocol="kvjax.evaluate.Task",
-    )
-    check_fields(task)
-    return task
 
 
 def _own_tasks(

@@ -16,10 +16,32 @@ from typing import Any
 import numpy as np
 
 from kvjax.evaluate.tasks.protocol import Example, Task
-from kvjax.validation import cut, short_repr
+from kvjax.validation import check_verbs, cut, short_repr
 
 
-def check_fields(task: Task) -> None:
+FIELDS = ("name", "metric", "max_new_tokens", "stop", "chat")
+
+
+def check_task(where: str, task: Any) -> Task:
+    """The task, if it has what a `Task` has.
+
+    Raises:
+      ValueError: it does not, or a field is not what `Task` says.
+    """
+    check_verbs(
+        where,
+        task,
+        "a task",
+        ("key", "examples", "score"),
+        "kvjax.evaluate.tasks.make_tasks(['needles'])",
+        fields=FIELDS,
+        protocol="kvjax.evaluate.Task",
+    )
+    _check_fields(task)
+    return task
+
+
+def _check_fields(task: Task) -> None:
     """Raises ValueError unless the fields of a task are what `Task` says."""
     for name in ("name", "metric"):
         value = getattr(task, name)
