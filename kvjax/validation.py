@@ -328,6 +328,17 @@ def first_line(error: Exception) -> str:
     return line or "no message"
 
 
+def raised(what: str, error: Exception) -> ValueError:
+    """An error that says what of a user's own code raised `error`; raise it from that.
+
+    >>> raised("mine", TypeError("no"))
+    ValueError("mine raised TypeError: no; its traceback is that of this error's cause")
+    """
+    return ValueError(
+        f"{what} raised {type(error).__name__}: {first_line(error)}; its traceback is that of this error's cause"
+    )
+
+
 def cut(message: str) -> str:
     """A message without the ends of long words and quotations, for errors that repeat what a
     user wrote.

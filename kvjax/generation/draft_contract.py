@@ -18,7 +18,7 @@ from jax import Array
 from kvjax.attention import MOST_STEPS
 from kvjax.generation.drafts import Drafter, Proposal, Round
 from kvjax.spec import require_int
-from kvjax.validation import check_flags, check_verbs, described, first_line, short_repr
+from kvjax.validation import check_flags, check_verbs, described, raised, short_repr
 
 T = TypeVar("T")
 
@@ -89,10 +89,7 @@ def _called(drafter: Drafter, verb: str, call: Callable[[], T]) -> T:
     except (ValueError, NotImplementedError):
         raise
     except Exception as error:
-        what = f"{type(error).__name__}: {first_line(error)}"
-        raise ValueError(
-            f"{type(drafter).__name__}.{verb} raised {what}; its traceback is that of this error's cause"
-        ) from error
+        raise raised(f"{type(drafter).__name__}.{verb}", error) from error
 
 
 def _require_ints(drafter: Drafter, name: str, got: Any, shape: tuple[int, ...]) -> None:

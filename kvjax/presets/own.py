@@ -26,7 +26,7 @@ from kvjax.policies import Evicting, Full, PerLayer, Retrieval
 from kvjax.presets.parsing import field_names
 from kvjax.selectors import Selector
 from kvjax.spec import require_int
-from kvjax.validation import short_repr
+from kvjax.validation import raised, short_repr
 
 VERBS = ("init", "prefill", "update", "attend")  # of every policy
 BUDGET = 1024  # of a selector or an evictor without another, as of the policies around them
@@ -138,10 +138,8 @@ class Own:
         except ValueError:
             raise
         except Exception as error:
-            raise ValueError(
-                f"{self.name}({', '.join(f'{name}={value}' for name, value in asked.items())}) raised "
-                f"{type(error).__name__}: {error}; its traceback is that of this error's cause"
-            ) from error
+            called = ", ".join(f"{name}={value}" for name, value in asked.items())
+            raise raised(f"{self.name}({called})", error) from error
 
     def _part_budget(self, budget: int | None) -> int:
         return BUDGET if budget is None else budget

@@ -11,7 +11,7 @@ from kvjax.evaluate.tasks.checking import check_task
 from kvjax.evaluate.tasks.protocol import Example, Task
 from kvjax.presets.loading import FILE, announced, load, load_announced, reference
 from kvjax.presets.parsing import arguments_of, read_settings, settings_of
-from kvjax.validation import nearest, short_repr
+from kvjax.validation import nearest, raised, short_repr
 
 __all__ = ["Example", "Task", "check_task", "make_tasks"]
 
@@ -128,7 +128,5 @@ def _called(where: str, make: Any, settings: Mapping[str, Any]) -> Task:
         raise
     except Exception as error:
         called = ", ".join(f"{name}={short_repr(value)}" for name, value in settings.items())
-        raise ValueError(
-            f"{where}({called}) raised {type(error).__name__}: {error}; its traceback is that of this error's cause"
-        ) from error
+        raise raised(f"{where}({called})", error) from error
     return check_task(f"what {where} returns", task)

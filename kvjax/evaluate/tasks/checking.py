@@ -18,7 +18,6 @@ import numpy as np
 from kvjax.evaluate.tasks.protocol import Example, Task
 from kvjax.validation import check_verbs, cut, short_repr
 
-
 FIELDS = ("name", "metric", "max_new_tokens", "stop", "chat")
 
 
