@@ -510,10 +510,7 @@ def draft_bytes(cache: Cache, length: int) -> dict[str, int]:
         policy, spec = layer.policy, layer.spec
         if not isinstance(policy, kvjax.Retrieval | Verified):
             continue
-        token = (
-            spec.kv_heads * (spec.head_dim + spec.value_size) * jnp.dtype(spec.dtype).itemsize
-        )
-        selected += spec.batch * min(policy.budget, length) * token
+        selected += spec.batch * min(policy.budget, length) * spec.key_value_bytes
         if isinstance(policy, Verified):
             held += nbytes(layer.state.positions).device
             scored = isinstance(policy.selector, kvjax.Exact)  # by the verification itself

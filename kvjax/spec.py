@@ -97,6 +97,12 @@ class CacheSpec:
         return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
+    def key_value_bytes(self) -> int:
+        """Bytes of a token's keys and values in `dtype`, over all kv heads of a layer."""
+        channels = self.kv_heads * (self.head_dim + self.value_size)
+        return channels * jnp.dtype(self.dtype).itemsize
+
+    @property
     def group(self) -> int:
         """G, the query heads that share a kv head."""
         return self.q_heads // self.kv_heads

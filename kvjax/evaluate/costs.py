@@ -12,8 +12,6 @@ from functools import cache as cached
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-
 from kvjax.cache.cache import init_layer
 from kvjax.memory import Bytes, growth, nbytes, shapes
 from kvjax.policies import Evicting, PerLayer, Policy
@@ -48,16 +46,21 @@ def costs(
       layers: layers of the model.
       length: tokens of the row.
     """
-    recurrent = () if spec.recurrent is None else spec.recurrent.layers
-    states = [spec.recurrent.policy for _ in recurrent] if spec.recurrent is not None else []
+    recurrent = spec.recurrent
+    states = () if recurrent is None else (recurrent.policy,) * len(recurrent.layers)
     attends = [policies.policy(layer) for layer in range(layers - len(states))]
     held = [bytes_held(policy, spec) for policy in (*states, *attends)]
     # A layer that keeps a state of fixed size reads all of it.
-    read = sum(one.total for one in held[: len(states)]) + sum(
+    read_whole = sum(one.total for one in held[: len(states)])
+    read_in_part = sum(
         bytes_read(policy, spec, tokens, length)
         for policy, tokens in zip(attends, attended, strict=True)
     )
-    return Costs(read, sum(one.device for one in held), sum(one.host for one in held))
+    return Costs(
+        read=read_whole + read_in_part,
+        held=sum(one.device for one in held),
+        on_host=sum(one.host for one in held),
+    )
 
 
 @cached
@@ -76,7 +79,7 @@ def bytes_read(policy: Policy, spec: CacheSpec, attended: float, length: int) ->
     (`Selector.bytes_read`).
     """
     inner: Any = getattr(policy, "retrieval", policy)  # of a policy around a Retrieval
-    pair = spec.kv_heads * (spec.head_dim + spec.value_size) * jnp.dtype(spec.dtype).itemsize
+    pair = spec.key_value_bytes
     store = getattr(inner, "store", None)
     if store is None:
         return attended * pair

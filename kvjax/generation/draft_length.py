@@ -16,7 +16,6 @@ from functools import cache as cached
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kvjax import ops
@@ -96,7 +95,7 @@ def step_costs(cache: Cache, weights: float, length: int) -> StepCosts | None:
         full += everything + KERNELS
         draft += KERNELS
         if selects(layer.policy):
-            selected = spec.batch * budget * _key_value_bytes(spec)
+            selected = spec.batch * budget * spec.key_value_bytes
             read = selected + _index_bytes(layer.policy, spec, length)
             draft += min(SCATTERED * read, everything) + KERNELS
         else:
@@ -161,7 +160,3 @@ def _known() -> frozenset[str]:
 @cached
 def _token_bytes(policy: Policy, spec: CacheSpec) -> float:
     return policy.bytes_per_token(spec)
-
-
-def _key_value_bytes(spec: CacheSpec) -> int:
-    return spec.kv_heads * (spec.head_dim + spec.value_size) * jnp.dtype(spec.dtype).itemsize
