@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from statistics import mean
 from typing import Any
 
+from docs.tables.guides import accepted_means
 from docs.tables.reading import RESULTS, load_file, load_rows
 from docs.tables.writing import markdown
 from kvjax.evaluate.board import (
@@ -54,15 +54,11 @@ def _drafts() -> Group:
 
     Drafts by full attention itself are all right.
     """
-    accepted: dict[str, list[float]] = {}
-    rows = [row for row in load_rows("lossless_acceptance") if row["length"] == LENGTH]
-    for row in rows:
-        accepted.setdefault(row["method"], []).append(row["accepted"])
-    texts = len({row["text"] for row in rows})
+    accepted, texts = accepted_means()
     caches = {"full": _score(LENGTH, float(DRAFT), texts)}
-    for method, found in accepted.items():
-        if len(found) == texts:
-            caches[method.replace(":budget=", "@")] = _drafting(method, mean(found), texts)
+    for (method, length), mean in accepted.items():
+        if length == LENGTH:
+            caches[method.replace(":budget=", "@")] = _drafting(method, mean, texts)
     return _group(f"drafts of {DRAFT}", f"tokens accepted of {DRAFT}", LENGTH, caches)
 
 
@@ -147,12 +143,12 @@ def board_ruler() -> str:
     for name in dict.fromkeys(row.cache for row in by_length[lengths[0]].rows):
         cells = []
         for length in lengths:
-            cells += _share_and_score(by_length[length], name)
+            cells += _score_and_share(by_length[length], name)
         rows.append([f"`{name}`", *cells])
     return markdown(["cache", *heads], rows)
 
 
-def _share_and_score(group: Group, name: str) -> list[str]:
+def _score_and_share(group: Group, name: str) -> list[str]:
     """A cache's score, and the share of bytes that it reads."""
     row = next((row for row in group.rows if row.cache == name), None)
     if row is None or row.bytes_read is None or group.full is None or not group.full.bytes_read:
@@ -174,7 +170,7 @@ def board_perplexity() -> str:
         group = _group(f"perplexity of {text}", "ratio", LENGTH, caches)
         heads += [f"{text}, change", "read"]
         for row in group.rows:
-            _, share = _share_and_score(group, row.cache)
+            _, share = _score_and_share(group, row.cache)
             budget = "" if row.budget is None else str(row.budget)
             cells.setdefault((row.method, budget), []).extend(
                 [f"{100 * (row.mean - 1):+.1f} %", share]

@@ -82,7 +82,7 @@ def read_cell(cell: dict[str, Any]) -> Cell:
         return Cell(
             name,
             score["mean"],
-            (score["high"] - score["low"]) / 3.92,
+            _stderr(score),
             beside_full=beside,
             source=file,
         )
@@ -122,9 +122,14 @@ def _mean_of_tasks(cell: dict[str, Any]) -> Cell:
         for result in load_results(file).values()
         if result["task"]["length"] == length
     ]
-    errors = [(score["high"] - score["low"]) / 3.92 for score in scores]
+    errors = [_stderr(score) for score in scores]
     mean = statistics.fmean(score["mean"] for score in scores)
     return Cell(cell["name"], mean, math.hypot(*errors) / len(errors), source=file)
+
+
+def _stderr(score: dict[str, Any]) -> float:
+    """The standard error of a score that has a 95 % interval."""
+    return (score["high"] - score["low"]) / 3.92
 
 
 def measure_of(cell: dict[str, Any]) -> str:

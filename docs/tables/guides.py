@@ -129,14 +129,22 @@ def lossless_steps() -> str:
     return markdown(titles, body)
 
 
-def accepted() -> str:
-    """Tokens of a draft of 8 that are right, the mean over texts, by method, budget and length."""
+def accepted_means() -> tuple[dict[tuple[str, int], float], int]:
+    """Tokens of a draft of 8 that are right, by method and length: the mean over texts, where all
+    were measured; and the number of texts.
+    """
     rows = load_rows("lossless_acceptance")
     texts = {row["text"] for row in rows}
     found: dict[tuple[str, int], list[float]] = {}
     for row in rows:
         found.setdefault((row["method"], row["length"]), []).append(row["accepted"])
-    whole = {key: np.mean(one) for key, one in found.items() if len(one) == len(texts)}
+    whole = {key: float(np.mean(one)) for key, one in found.items() if len(one) == len(texts)}
+    return whole, len(texts)
+
+
+def accepted() -> str:
+    """Tokens of a draft of 8 that are right, the mean over texts, by method, budget and length."""
+    whole, _ = accepted_means()
     lengths = sorted({length for _, length in whole})
     methods = sorted(
         {method for method, _ in whole},
