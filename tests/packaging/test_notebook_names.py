@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from docs import website
+
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
@@ -34,15 +36,7 @@ def find(name: str) -> Any:
 @functools.cache
 def public() -> set[int]:
     """The objects on the pages, by identity."""
-    names = []
-    for page in (ROOT / "docs" / "api").glob("*.rst"):
-        module = ""
-        for line in page.read_text().splitlines():
-            if line.startswith(".. currentmodule:: "):
-                module = line.split()[-1]
-            elif entry := re.fullmatch(r"   ([\w.]+)", line):
-                names.append(f"{module}.{entry[1]}")
-    return {id(found) for name in names if (found := find(name)) is not None}
+    return {id(thing) for thing in website.documented().values()}
 
 
 def used(notebook: Path) -> Iterator[str]:
