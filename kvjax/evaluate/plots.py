@@ -74,10 +74,10 @@ def new_figure(width: float, height: float) -> Figure:
     Raises:
       ImportError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError(NEEDED) from None
+    if not can_draw():
+        raise ImportError(NEEDED)
+    from matplotlib.figure import Figure
+
     return Figure(figsize=(width, height), layout="constrained")
 
 
