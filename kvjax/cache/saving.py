@@ -94,10 +94,10 @@ def save(directory: str | Path, cache: Cache | LayerCache, *, keep: int = 1) -> 
     _refuse_links(path)
     leaves = dict(_named(_by_place(cache)))
     about = describe(cache) | {"sha256": {name: _digest(leaf) for name, leaf in leaves.items()}}
-    about["sha256_of_this"] = _digest_json(about)
+    about["sha256_of_this"] = digest_json(about)
     # every process writes its own arrays, and the first one does the rest
     first = jax.process_index() == 0
-    with _only_writer(path) if first else nullcontext(), _quiet():
+    with only_writer(path) if first else nullcontext(), _quiet():
         if first:
             _remove_unfinished(path)
         step = of_first_process(max(_numbered(path), default=-1) + 1)
@@ -230,7 +230,7 @@ def _restore(path: Path, like: Cache | LayerCache, step: int) -> Any:
                 f"save {step} in {path} was written by {age} version of kvjax (its format is {version}, and this "
                 f"version reads {FORMAT}); restore it with that version, or save the cache again"
             )
-        if _digest_json(saved) != own:
+        if digest_json(saved) != own:
             raise damage("its description has changed since it was written")
         if wrong := _malformed(saved):
             raise damage(f"its description {wrong}")
@@ -281,7 +281,7 @@ def _other_format(saved: Any, own: Any) -> int | None:
     if not isinstance(version, int) or isinstance(version, bool) or version == FORMAT:
         return None
     # one digit has changed
-    return None if _digest_json(saved | {"format": FORMAT}) == own else version
+    return None if digest_json(saved | {"format": FORMAT}) == own else version
 
 
 def _malformed(saved: dict[str, Any]) -> str | None:
@@ -460,7 +460,8 @@ def _digest(leaf: Any) -> str:
     return hashlib.sha256(head + b"\0" + array.reshape(-1).view(np.uint8).data).hexdigest()
 
 
-def _digest_json(value: Any) -> str:
+def digest_json(value: Any) -> str:
+    """The SHA-256 of a value as JSON, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
@@ -470,14 +471,16 @@ def _short(error: Exception) -> str:
 
 
 @contextmanager
-def _only_writer(path: Path) -> Iterator[None]:
-    """Refuses a second writer. If a process is killed, its lock is released."""
+def only_writer(path: Path, *, doing: str = "another process is saving") -> Iterator[None]:
+    """Refuses a second writer to a directory, and says what the first one is `doing`. If a
+    process is killed, its lock is released.
+    """
     lock = filelock.FileLock(path / LOCK, blocking=False)
     try:
         lock.acquire()
     except filelock.Timeout as error:
         raise RuntimeError(
-            f"another process is saving to {path}; wait until it is done, or save to another directory"
+            f"{doing} to {path}; wait until it is done, or save to another directory"
         ) from error
     try:
         yield

@@ -22,21 +22,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import filelock
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
 from kvjax.cache.cache import Cache
-from kvjax.cache.saving import DamagedSaveError, restore
+from kvjax.cache.saving import DamagedSaveError, digest_json, only_writer, restore
 from kvjax.cache.saving import save as save_cache
 from kvjax.memory import move_to, on_host
 from kvjax.received import read_object
 from kvjax.serve.beginnings import KeptRow, at_home
 
 LIST = "prefixes.json"
-LOCK = ".kvjax-writer"
 FORMAT = 2
 
 
@@ -50,17 +48,8 @@ def save(directory: str | Path, rows: Iterable[KeptRow], model: Any) -> int:
     """
     path = Path(directory).expanduser().absolute()
     path.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(path / LOCK, blocking=False)
-    try:
-        lock.acquire()
-    except filelock.Timeout as error:
-        raise RuntimeError(
-            f"prefixes are being saved to {path}; wait until that is done, or give another directory"
-        ) from error
-    try:
+    with only_writer(path, doing="prefixes are being saved"):
         return _save(path, rows, model)
-    finally:
-        lock.release()
 
 
 def _save(path: Path, rows: Iterable[KeptRow], model: Any) -> int:
@@ -78,7 +67,7 @@ def _save(path: Path, rows: Iterable[KeptRow], model: Any) -> int:
             "folder": folder,
             "rows": entries,
         }
-        about["sha256_of_this"] = _digest_of_list(about)
+        about["sha256_of_this"] = digest_json(about)
         new.write_text(json.dumps(about), encoding="utf-8")
         os.replace(new, path / LIST)
     except BaseException:
@@ -108,7 +97,7 @@ def saved(
             f"{path} was written by another version of kvjax (its format is {about.get('format')}, and this one reads "
             f"{FORMAT}); save the prefixes again"
         )
-    if about.pop("sha256_of_this", None) != _digest_of_list(about):
+    if about.pop("sha256_of_this", None) != digest_json(about):
         raise DamagedSaveError(f"{path / LIST} has changed; save the prefixes again")
     if about.get("model") != digest_of(model):
         raise ValueError(
@@ -156,10 +145,6 @@ def _checksum(weights: Array) -> Array:
         place += lax.broadcasted_iota(jnp.uint32, bits.shape, axis) * stride
     odd = place * np.uint32(2) + np.uint32(1)
     return jnp.stack([jnp.sum(bits * odd, dtype=jnp.uint32), jnp.sum(bits, dtype=jnp.uint32)])
-
-
-def _digest_of_list(about: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
 def _read(path: Path, tokens: int, like: Any) -> Cache:

@@ -344,7 +344,7 @@ def edit(directory: Path, change: Any) -> None:
     about = json.loads(file.read_text())
     about.pop("sha256_of_this")
     change(about)
-    about["sha256_of_this"] = saving._digest_json(about)
+    about["sha256_of_this"] = saving.digest_json(about)
     file.write_text(json.dumps(about))
 
 
@@ -422,7 +422,7 @@ def test_a_restore_finds_the_save_that_took_the_place_of_what_it_listed(
 
 def test_a_second_writer_is_refused(tmp_path: Path) -> None:
     kvjax.save(tmp_path, filled(2))
-    with saving._only_writer(tmp_path):
+    with saving.only_writer(tmp_path):
         with pytest.raises(RuntimeError, match=r"another process is saving to .*; wait until"):
             kvjax.save(tmp_path, filled(3))
         assert number_of(kvjax.restore(tmp_path, empty())) == 2

@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 import kvjax
+from kvjax.cache.saving import digest_json
 from kvjax.generation import prefilling, staging
 from kvjax.generation.sampling import sampling
 from kvjax.models import Decoder
@@ -385,7 +386,7 @@ def test_a_list_that_names_no_rows_is_refused(tmp_path, change, message):
     saving(engine_of("full"), tmp_path)
     about = json.loads((tmp_path / "prefixes.json").read_text()) | change
     del about["sha256_of_this"]
-    about["sha256_of_this"] = kept_files._digest_of_list(about)
+    about["sha256_of_this"] = digest_json(about)
     (tmp_path / "prefixes.json").write_text(json.dumps(about))
     with pytest.raises(ValueError, match=message):
         engine_of("full").restore_prefixes(tmp_path)
