@@ -612,9 +612,7 @@ class Engine:
         request: Any = prompt.answers[0]
         ids = request.prompt
         try:
-            row, start = self._row_with_beginning(ids)
-            if self._stages and len(self._chunks(len(ids), start)) > 1:
-                row = self._with_room(row, room_for(len(ids) - start, self._spec.capacity))
+            row, start, chunks = self._row_for(ids)
         except Exception as error:  # such as too little memory: the others go on
             with self._lock:
                 if is_out_of_memory(error) and len(self._scheduler.reading) > 1:
@@ -627,12 +625,8 @@ class Engine:
             row = self._whole.rotate_for(row, final)
         self._readings[prompt] = _Reading(row, start)
         with self._lock:
-            self._scheduler.begin(prompt, self._chunks(len(ids), start))
+            self._scheduler.begin(prompt, chunks)
             self._shared_tokens += start
-
-    def _with_room(self, row: Cache, room: int) -> Cache:
-        """A row that holds the chunks of a prompt as they came, until the last one."""
-        return committed(staged(row, room))
 
     def _chunks(self, tokens: int, start: int) -> list[int]:
         """The sizes in which a prompt is read from token `start` on."""
@@ -642,16 +636,30 @@ class Engine:
             return prefilling.cut(tokens - start, self._sizes)
         return prefilling.cut(tokens, self._sizes)[start // self.chunk :]
 
-    def _row_with_beginning(self, prompt: np.ndarray) -> tuple[Cache, int]:
-        """`_beginning`, for which kept rows make room if there is no memory: none of them is
-        worth a request.
+    def _row_for(self, prompt: np.ndarray) -> tuple[Cache, int, list[int]]:
+        """`_new_row`, for which kept rows make room if there is no memory: none of them
+        is worth a request.
         """
         while True:
             try:
-                return self._beginning(prompt)
+                return self._new_row(prompt)
             except Exception as error:
                 if not is_out_of_memory(error) or not self._keeper.kept.move_out_oldest():
                     raise
+
+    def _new_row(self, prompt: np.ndarray) -> tuple[Cache, int, list[int]]:
+        """A row for a prompt, how many of its tokens that holds, and the chunks in which the
+        others are read.
+        """
+        row, start = self._beginning(prompt)
+        chunks = self._chunks(len(prompt), start)
+        if self._stages and len(chunks) > 1:
+            row = self._with_room(row, room_for(len(prompt) - start, self._spec.capacity))
+        return row, start, chunks
+
+    def _with_room(self, row: Cache, room: int) -> Cache:
+        """A row that holds the chunks of a prompt as they came, until the last one."""
+        return committed(staged(row, room))
 
     def _beginning(self, prompt: np.ndarray) -> tuple[Cache, int]:
         """A row that holds the first tokens of the prompt, and how many: copied from a kept row

@@ -26,6 +26,7 @@ from tests.generation.test_generate import (
     new_cache,
     words,
 )
+from tests.serve.lacking import lack_memory
 
 HOSTED = dataclasses.replace(FLUSHING, store=kvjax.HostOffload())
 KIVI = kvjax.Compressed(
@@ -861,15 +862,7 @@ def test_prompts_share_rows_if_there_is_no_memory_for_one_more(model, monkeypatc
     (long,) = engine.submit(words(90)[0], max_new_tokens=5)
     engine.step()
     (short,) = engine.submit(words(8)[0], max_new_tokens=5)
-    real, failed = slots.empty_row, []
-
-    def no_room(*kind):
-        if not failed:
-            failed.append(True)
-            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
-        return real(*kind)
-
-    monkeypatch.setattr(slots, "empty_row", no_room)
+    failed = lack_memory(monkeypatch, slots, "empty_row")
     engine.run()
     assert failed
     assert (long.reason, short.reason) == ("length", "length")

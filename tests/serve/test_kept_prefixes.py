@@ -18,10 +18,12 @@ from kvjax.cache.saving import digest_json
 from kvjax.generation import prefilling, staging
 from kvjax.generation.sampling import sampling
 from kvjax.models import Decoder
+from kvjax.serve import engine as engines
 from kvjax.serve import keeping, kept_files, slots
 from kvjax.serve.beginnings import KeptRow, KeptRows, PrefixTree, capacities_of
 from tests.fuzz.requests import CONFIG, NAN, POLICIES, model_of
 from tests.generation.test_generate import Tiny, compilations, new_cache, words
+from tests.serve.lacking import lack_memory
 
 MANY = 10**9
 CHUNK = 32
@@ -511,11 +513,7 @@ def test_a_row_for_which_there_is_no_memory_is_not_kept(monkeypatch):
     """The request has its tokens, and the others go on."""
     engine = engine_of("full")
     talk = [4, 5, 6, 7]
-
-    def no_room(*args, **settings):
-        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
-
-    monkeypatch.setattr(keeping, "copy_of_slot", no_room)
+    lack_memory(monkeypatch, keeping, "copy_of_slot", times=MANY)
     first, _ = say(engine, list(talk), 5)
     say(engine, [1], 1)
     assert engine.stats().kept == 0
@@ -533,15 +531,7 @@ def test_kept_rows_make_room_for_the_row_of_a_prompt(monkeypatch, lacking):
         say(engine, list(prompt), 3)
     engine.step()
     assert engine.stats().kept == 3
-    real, failed = slots.empty_row, []
-
-    def no_room(*kind):
-        if len(failed) < lacking:
-            failed.append(True)
-            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
-        return real(*kind)
-
-    monkeypatch.setattr(slots, "empty_row", no_room)
+    lack_memory(monkeypatch, slots, "empty_row", lacking)
     engine._rows._spare.clear()
     (request,) = engine.submit([9] * 40, max_new_tokens=2)
     engine.run()
@@ -549,6 +539,23 @@ def test_kept_rows_make_room_for_the_row_of_a_prompt(monkeypatch, lacking):
     monkeypatch.undo()
     reads = [say(engine, [*prompt, 4], 1)[1] for prompt in prompts]
     assert reads == [6] * lacking + [1] * (3 - lacking)
+
+
+@pytest.mark.parametrize("lacking", [1, 2])
+def test_kept_rows_make_room_for_a_prompt_that_is_held_as_it_came(monkeypatch, lacking):
+    """Until a prompt of codes ends it takes more than its row."""
+    engine = engine_of("kivi")
+    say(engine, [1, 5, 6, 7, 8], 3)
+    engine.step()
+    assert engine.stats().kept == 2  # the prompt, and its answer
+    failed = lack_memory(monkeypatch, engines, "staged", lacking)
+    (request,) = engine.submit([9] * 40, max_new_tokens=2)
+    while request.state == "waiting":
+        engine.step()
+    assert len(failed) == lacking
+    assert engine.stats().kept == 2 - lacking
+    engine.run()
+    assert request.reason == "length"
 
 
 # ------------------------------------------------------------------ the tree
