@@ -9,9 +9,10 @@ A claim is judged by what its paper measures: `measure` says whether that are an
 perplexity, attention, speed or memory, and a comparison of other numbers is a fault.
 
 reproduced: every comparison comes out as claimed, by more than two standard errors.
-contradicted: one comes out the other way, by more than two. open: all others, and rows that
-another measurement would decide, whose command `decides` is. not judged: rows without a
-comparison that say why. A row with `takes` is not measured.
+contradicted: one comes out the other way, by more than two. open: all others. An open row names
+a run that `decides` it (`docs.tables.deciding`), and stays open until the files of that run are
+there; then they, and no earlier numbers, judge the row. not judged: rows without a comparison
+that say why. A row with `takes` is not measured.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from docs.tables import deciding
 from docs.tables.commands import OPTIONS, disagreements, facts, filled
 from docs.tables.reading import ROOT, load_measured, load_results, load_rows
 from docs.tables.writing import markdown, short
@@ -48,10 +50,12 @@ class Cell:
     name: str
     value: float
     stderr: float | None  # None: the file has no interval
-    samples: tuple[float, ...] = ()  # of layers, if the value is their mean
-    # difference from full attention on the same questions, its error
-    beside_full: tuple[float, float] | None = None
+    samples: tuple[float, ...] = ()  # of layers or texts, if the value is their mean
     source: str = ""
+    cache: str = ""  # whose score it is
+    asked: str = ""  # the file and task of its questions
+    # differences from other caches on the same questions, and their errors
+    beside: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         if not self.stderr:
@@ -74,20 +78,18 @@ def read_cell(cell: dict[str, Any]) -> Cell:
     name, file = cell["name"], cell.get("file", "")
     if "index" in cell:
         return Cell(name, _index_share(cell["index"]), 0.0)
+    if "files" in cell:
+        return _mean_of_files(cell)
     if "task" in cell:
-        score = load_results(file)[cell["task"]]["caches"][cell["cache"]]
-        beside = (
-            (score["difference"], score["difference_stderr"]) if "difference" in score else None
-        )
-        return Cell(
-            name,
-            score["mean"],
-            _stderr(score),
-            beside_full=beside,
-            source=file,
-        )
+        return _mean_of_results(cell, [load_results(file)[cell["task"]]])
     if "mean_of_tasks" in cell:
-        return _mean_of_tasks(cell)
+        length = cell["mean_of_tasks"]
+        results = load_results(file).values()
+        return _mean_of_results(
+            cell, [one for one in results if one["task"]["length"] == length]
+        )
+    if "group" in cell:
+        return _of_harness(cell)
     if "quarter" in cell:
         (row,) = [row for row in load_results(file) if row["cache"] == cell["cache"]]
         ratio, stderr = (
@@ -112,19 +114,67 @@ def read_cell(cell: dict[str, Any]) -> Cell:
     return Cell(name, value / over, None if stderr is None else stderr / over, source=file)
 
 
-def _mean_of_tasks(cell: dict[str, Any]) -> Cell:
-    """The mean score of a cache over all tasks of a file at one length; prompts of a task are
-    the sample of its error.
+def _mean_of_results(cell: dict[str, Any], results: Sequence[dict[str, Any]]) -> Cell:
+    """The mean score of a cache over tasks of a file; prompts of a task are the sample of its
+    error.
     """
-    file, length = cell["file"], cell["mean_of_tasks"]
-    scores = [
-        result["caches"][cell["cache"]]
-        for result in load_results(file).values()
-        if result["task"]["length"] == length
-    ]
+    cache = cell["cache"]
+    scores = [result["caches"][cache] for result in results]
     errors = [_stderr(score) for score in scores]
     mean = statistics.fmean(score["mean"] for score in scores)
-    return Cell(cell["name"], mean, math.hypot(*errors) / len(errors), source=file)
+    return Cell(
+        cell["name"],
+        mean,
+        math.hypot(*errors) / len(errors),
+        source=cell["file"],
+        cache=cache,
+        asked=f"{cell['file']}, {cell.get('task', cell.get('mean_of_tasks'))}",
+        beside=_beside(cache, results),
+    )
+
+
+def _beside(cache: str, results: Sequence[dict[str, Any]]) -> dict[str, tuple[float, float]]:
+    """The mean difference of a cache from each other one over tasks, on the same questions."""
+    found = [_beside_in(cache, result) for result in results]
+    known = set.intersection(*map(set, found))
+
+    def mean(other: str) -> tuple[float, float]:
+        values, errors = zip(*(one[other] for one in found), strict=True)
+        return statistics.fmean(values), math.hypot(*errors) / len(errors)
+
+    return {other: mean(other) for other in sorted(known)}
+
+
+def _beside_in(cache: str, result: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """The same of one task. Files of early runs compare with full attention alone."""
+    score, pairs = result["caches"][cache], result.get("differences", {})
+    found = {}
+    if "difference" in score:
+        found["full"] = (score["difference"], score["difference_stderr"])
+    for one, others in pairs.items():
+        for other, (value, stderr) in others.items():
+            if one == cache:
+                found[other] = (value, stderr)
+            elif other == cache:
+                found[one] = (-value, stderr)
+    return found
+
+
+def _mean_of_files(cell: dict[str, Any]) -> Cell:
+    """The mean of a number over files, one for each text or run, which are its sample."""
+    alone = {key: value for key, value in cell.items() if key != "files"}
+    values = tuple(read_cell({**alone, "file": file}).value for file in cell["files"])
+    stderr = statistics.stdev(values) / math.sqrt(len(values))
+    return Cell(
+        cell["name"], statistics.fmean(values), stderr, values, ", ".join(cell["files"])
+    )
+
+
+def _of_harness(cell: dict[str, Any]) -> Cell:
+    """The score of a group of tasks of lm-evaluation-harness."""
+    found = load_results(cell["file"])[cell["group"]]
+    score, stderr = found["score,none"], found["score_stderr,none"]
+    return Cell(cell["name"], score, stderr, source=cell["file"], cache=cell["cache"])
 
 
 def _stderr(score: dict[str, Any]) -> float:
@@ -136,7 +186,9 @@ def measure_of(cell: dict[str, Any]) -> str:
     """What the number that a cell names measures."""
     if "index" in cell or cell.get("value") == "batch":
         return "memory"
-    file = cell["file"]
+    if "group" in cell:
+        return "answers"
+    file = deciding.files_of_cell(cell)[0]
     return next((kind for name, kind in MEASURES.items() if file.startswith(name)), "speed")
 
 
@@ -144,18 +196,31 @@ def _of_case(cell: dict[str, Any]) -> Cell:
     """A mean over layers, which are the sample of its error, or one of them, which has none."""
     name, file, value = cell["name"], cell["file"], cell["value"]
     if "pick" in cell:
-        values = sorted(load_results(file)[cell["case"]][value])
-        picked = {
-            "least": values[0],
-            "second least": values[1],
-            "median": statistics.median(values),
-        }[cell["pick"]]
-        return Cell(name, picked, None, source=file)
+        return _picked(cell)
     layers = load_results(file)[cell["case"]].get("by_layer", {}).get(value, ())
     stderr = statistics.stdev(layers) / math.sqrt(len(layers)) if layers else None
     return Cell(
         name, load_measured(file)[cell["case"]][value], stderr, tuple(layers), source=file
     )
+
+
+def _picked(cell: dict[str, Any]) -> Cell:
+    """One of the means of layers or heads, with its error where the file has errors."""
+    found = load_results(cell["file"])[cell["case"]]
+    value = cell["value"]
+    errors = _flat(found.get(f"{value}_stderr") or [])
+    values = _flat(found[value])
+    if cell["pick"] == "median":
+        return Cell(cell["name"], statistics.median(values), None, source=cell["file"])
+    order = sorted(range(len(values)), key=values.__getitem__)
+    at = order[("least", "second least").index(cell["pick"])]
+    stderr = errors[at] if errors else None
+    return Cell(cell["name"], values[at], stderr, source=cell["file"])
+
+
+def _flat(numbers: Sequence[Any]) -> list[float]:
+    """Numbers of layers, or of the heads of layers, one after the other."""
+    return [number for one in numbers for number in (one if isinstance(one, list) else [one])]
 
 
 def _rows(file: str, where: dict[str, Any]) -> list[dict[str, Any]]:
@@ -193,16 +258,22 @@ def difference(one: Cell, other: Cell) -> tuple[float, float | None]:
     if one.samples and len(one.samples) == len(other.samples):
         pairs = [a - b for a, b in zip(one.samples, other.samples, strict=True)]
         return value, statistics.stdev(pairs) / math.sqrt(len(pairs))
-    if one.beside_full is not None and other.name == "full":
-        return one.beside_full
+    if one.asked and one.asked == other.asked:
+        if other.cache in one.beside:
+            return one.beside[other.cache]
+        if "full" in one.beside and "full" in other.beside:
+            # Methods err in much the same questions, so the error of their difference is at
+            # most that of independent differences from full.
+            (_, first), (_, second) = one.beside["full"], other.beside["full"]
+            return value, math.hypot(first, second)
     if one.stderr is None or other.stderr is None:
         return value, None
     return value, math.hypot(one.stderr, other.stderr)
 
 
 def compare(expectation: Sequence[Any], cells: Sequence[Cell]) -> str:
-    """The verdict on one comparison: ["above" | "below", cell, cell or number], or ["near",
-    ..., allowed distance].
+    """The verdict on one comparison: ["above" | "below", cell, cell or number], or with an allowed
+    distance ["near", ...], and ["at least", ...] of which the first may be that much lower.
     """
     kind, at, other, *allowed = expectation
     target = cells[other] if isinstance(other, int) else Cell("", other, 0.0)
@@ -215,7 +286,7 @@ def compare(expectation: Sequence[Any], cells: Sequence[Cell]) -> str:
             abs(value) - 2 * stderr > allowed[0],
         )
     else:
-        value = value if kind == "above" else -value
+        value = -value if kind == "below" else value + sum(allowed)
         holds, fails = value > 2 * stderr, value < -2 * stderr
     return "reproduced" if holds else "contradicted" if fails else "open"
 
@@ -224,8 +295,30 @@ def verdict(row: dict[str, Any]) -> str:
     """The verdict on a row of docs/claims: see the module."""
     if "takes" in row:
         return "not measured"
-    if "expect" not in row:
-        return "open" if "decides" in row else "not judged"
+    if is_open(row):
+        return "open"
+    judged = judged_by(row)
+    return judge(judged) if "expect" in judged else "not judged"
+
+
+def is_open(row: dict[str, Any]) -> bool:
+    """True if a run would decide a row and its files are not there."""
+    return "decides" in row and bool(deciding.missing(row["decides"]))
+
+
+def judged_by(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with the numbers that judge it: those of the run that decides it, once they are
+    there.
+    """
+    if "decides" not in row or is_open(row):
+        return row
+    decides = row["decides"]
+    told = {name: decides[name] for name in ("cells", "expect", "setting")}
+    return row | told | {"command": deciding.command_of(decides)}
+
+
+def judge(row: dict[str, Any]) -> str:
+    """The verdict of numbers on what they are expected to be."""
     cells = [read_cell(cell) for cell in row["cells"]]
     found = {compare(one, cells) for one in row["expect"]}
     return (
@@ -269,21 +362,49 @@ def faults(paper: dict[str, Any], tables: Sequence[str], figures: int) -> list[s
         words = json.dumps(row)
         if any(word in words.replace("not measured", "") for word in VERDICTS):
             found.append(f"{row.get('claim')}: types a verdict, which the rule gives")
-        if "cells" in row:
-            found += [f"{row.get('claim')}: {fault}" for fault in _faults_of_cells(row)]
+        own_faults = _faults_of_cells(row) if "cells" in row else []
+        # Numbers that cannot be compared have no verdict.
+        own_faults = own_faults or _faults_of_deciding(row)
+        found += [f"{row.get('claim')}: {fault}" for fault in own_faults]
     return found
+
+
+DECIDES = {"run", "options", "cells", "expect", "setting"}
+
+
+def _faults_of_deciding(row: dict[str, Any]) -> list[str]:
+    """What is wrong with the run that decides a row, or that none does."""
+    if "decides" not in row:
+        open_for_ever = "cells" in row and verdict(row) == "open"
+        return ["is open and names no run that decides it"] if open_for_ever else []
+    decides = row["decides"]
+    if unlike := DECIDES ^ set(decides):
+        return [f"decides has or lacks {', '.join(sorted(unlike))}"]
+    found = [
+        f"decides {fault}"
+        for fault in _faults_of_expected(decides | {"measure": row["measure"]})
+    ]
+    if "expect" in row and judge(row) != "open":
+        found.append("names a run that decides it, and its own numbers do")
+    return found + deciding.faults(decides)
+
+
+def _faults_of_expected(row: dict[str, Any]) -> list[str]:
+    """What is wrong with the comparisons of a row: cells that it lacks, or of another measure."""
+    cells = row["cells"]
+    used = {at for one in row.get("expect", ()) for at in one[1:3] if isinstance(at, int)}
+    if not used <= set(range(len(cells))):
+        return ["compares cells that it does not have"]
+    other = {measure_of(cells[at]) for at in used} - set(row.get("measure", "").split(" and "))
+    return [f"is about {row.get('measure')} and judged by {kind}" for kind in sorted(other)]
 
 
 def _faults_of_cells(row: dict[str, Any]) -> list[str]:
     """What is wrong with the numbers of a measured row, and with their command."""
-    found, cells = [], row["cells"]
+    found = []
     if "expect" not in row and not re.search("[Nn]ot judged: |Open: ", row.get("setting", "")):
         found.append("does not say why nothing is compared")
-    used = {at for one in row.get("expect", ()) for at in one[1:3] if isinstance(at, int)}
-    if not used <= set(range(len(cells))):
-        return [*found, "compares cells that it does not have"]
-    other = {measure_of(cells[at]) for at in used} - set(row.get("measure", "").split(" and "))
-    found += [f"is about {row.get('measure')} and judged by {kind}" for kind in sorted(other)]
+    found += _faults_of_expected(row)
     typed = re.findall(r"(--[\w-]+) (?!\{)", row.get("command", ""))
     known = {name for file in files_of(row) for name in facts(file, tasks_of(row))}
     found += [
@@ -296,7 +417,7 @@ def _faults_of_cells(row: dict[str, Any]) -> list[str]:
 
 def files_of(row: dict[str, Any]) -> list[str]:
     """The files of results of a row."""
-    return list(dict.fromkeys(cell["file"] for cell in row.get("cells", ()) if "file" in cell))
+    return deciding.files_of(row) if "cells" in row else []
 
 
 def tasks_of(row: dict[str, Any]) -> list[str]:
@@ -312,10 +433,11 @@ def command_of(row: dict[str, Any]) -> str:
 
 
 def _line(row: dict[str, Any]) -> list[str]:
+    verdict_told, row = _told_verdict(row), judged_by(row)
     cells = [read_cell(cell) for cell in row.get("cells", ())]
-    files = dict.fromkeys(f"`{cell.source}.json`" for cell in cells if cell.source)
+    files = [f"`{file}.json`" for file in files_of(row)]
     command = command_of(row)
-    if command.startswith(("kvjax ", "python ", "XLA_")):
+    if command.startswith(("kvjax ", "python ", "XLA_", "tail ")):
         command = f"`{command}`"
     own = (
         "" if "takes" in row else "the paper's setting: " if row["own"] else "another setting: "
@@ -326,7 +448,7 @@ def _line(row: dict[str, Any]) -> list[str]:
         row["figures"],
         "; ".join(map(str, cells)),
         f"{setting}{command}{', ' if files else ''}{', '.join(files)}",
-        _told_verdict(row),
+        verdict_told,
     ]
 
 
@@ -335,7 +457,9 @@ def _told_verdict(row: dict[str, Any]) -> str:
     if "takes" in row:
         return f"not measured: takes {row['takes']}"
     found = verdict(row)
-    return f"{found}: `{row['decides']}` decides" if "decides" in row else found
+    return (
+        f"{found}: `{deciding.command_of(row['decides'])}` decides" if is_open(row) else found
+    )
 
 
 def _table(paper: str) -> str:

@@ -58,6 +58,7 @@ def facts(file: str, tasks: Sequence[str] = ()) -> dict[str, str]:
             tell("text", _book(task.get("text")))
             for fact in ("length", "samples", "shots"):
                 tell(fact, task.get(fact))
+            tell("samples", task.get("first"))  # of GSM8K, which is asked whole otherwise
     rows = found.get("rows", ())
     for row in rows if isinstance(rows, list) else ():
         tell("text", _book(row.get("text")))
