@@ -36,6 +36,7 @@ def holds(policy: Any) -> int:
 
 LONGEST = 160
 attend = jax.jit(kvjax.attention, static_argnames="first_chunk")
+attend_info = jax.jit(kvjax.attention_info)
 
 
 def tokens(length: int) -> list[jnp.ndarray]:
@@ -104,11 +105,13 @@ SPARSE: dict[str, Policy] = {
 @pytest.mark.parametrize("excess", [-1, 0, 1])
 def test_rows_of_fewer_than_dense_below_tokens_attend_to_all(name: str, excess: int) -> None:
     length = 50 + excess
-    q, k, v = tokens(length)
+    new = [np.asarray(x) for x in tokens(51)]
     cache = kvjax.init_layer(SPARSE[name], SPEC)
-    _, cache = kvjax.prefill(cache, *(x[:, : length - 1] for x in (q, k, v)))
-    last = (x[:, length - 1 :] for x in (q, k, v))
-    _, _, info = kvjax.attention_info(cache, *last)
+    # one shape for all lengths
+    _, cache = attend(
+        cache, *(x[:, :50] for x in new), lengths=np.array([length - 1]), first_chunk=True
+    )
+    _, _, info = attend_info(cache, *(x[:, length - 1 : length] for x in new))
     assert info is not None
     attended = float(info.attended[0, 0])
     assert attended == length if excess < 0 else attended < length
