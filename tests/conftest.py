@@ -35,6 +35,9 @@ import hypothesis
 import jax
 import pytest
 
+from tests import compiled_once
+
+compiled_once.install()
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update(
@@ -90,18 +93,14 @@ _ended = itertools.count(1)
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Drops the compiled programs when the next test shares none of them, and after a hundred
-    tests.
+    """Drops what was traced when the next test is of another file, and after a hundred tests.
 
-    XLA's CPU backend maps memory for every program, and a process may have some 65 000 maps:
-    without this a worker ran out of them after about 600 tests, and crashed with a segmentation
-    fault while compiling.
+    A file may replace functions of the library, which what it traced has in it. XLA's CPU
+    backend maps memory for every program, and a process may have some 65 000 maps: without this
+    a worker ran out of them after about 600 tests, and crashed with a segmentation fault while
+    compiling. Some programs stay for equal ones: tests/compiled_once.py.
     """
-    if (
-        nextitem is None
-        or _shared(item.nodeid) != _shared(nextitem.nodeid)
-        or next(_ended) % 100 == 0
-    ):
+    if nextitem is None or item.path != nextitem.path or next(_ended) % 100 == 0:
         jax.clear_caches()
         gc.collect()
 
