@@ -262,12 +262,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keeps tests that share compiled programs in one worker: a policy's laws, a file's tests.
+    """Keeps tests that share compiled programs in one worker: those of a file.
 
-    Spread singly, two policies' laws compiled 157 programs in place of 108. A persistent
-    compilation cache saved a tenth of the time, and a program that comes from it need not tell
-    its temp bytes, which laws count. (Not by `--dist loadgroup` and its marks: xdist 3.8 does
-    not see them under pytest 9.2.)
+    Spread singly, two policies' laws compiled 157 programs in place of 108. (Not by `--dist
+    loadgroup` and its marks: xdist 3.8 does not see them under pytest 9.2.)
     """
     if config.getoption("dist") != "load":
         return None
@@ -275,7 +273,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByPrograms(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return _shared(nodeid)
+            alone = _shared(nodeid) == nodeid
+            return nodeid if alone else nodeid.partition("::")[0]
 
     # it would take the files with the most tests first, not the longest
     config.option.loadscopereorder = False
