@@ -38,10 +38,15 @@ def wide() -> Iterator[None]:
         yield
 
 
+def policy_of_the_last_layer(policies: Any, spec: kvjax.CacheSpec) -> kvjax.Policy:
+    return kvjax.PerLayer.of(policies).policy(LAYERS - 1).of_size(spec)
+
+
 def check_calls_keep_types(policies: Any, spec: kvjax.CacheSpec) -> None:
     """Traces a prompt, a step and several steps, which return arrays of at most 32 bits, and
     the state as it was."""
-    cache = jax.eval_shape(lambda: kvjax.init(policies, spec, layers=LAYERS)).layers[-1]
+    policy = policy_of_the_last_layer(policies, spec)
+    cache = jax.eval_shape(lambda: kvjax.init_layer(policy, spec))
 
     def array(tokens: int, heads: int, size: int) -> Any:
         return jax.ShapeDtypeStruct((spec.batch, tokens, heads, size), spec.dtype)
@@ -87,7 +92,8 @@ def test_a_step_returns_what_it_returns_with_32_bit_types(text: str) -> None:
     )
 
     def run() -> np.ndarray:
-        cache = kvjax.init(kvjax.presets.parse(text), spec, layers=LAYERS).layers[-1]
+        policy = policy_of_the_last_layer(kvjax.presets.parse(text), spec)
+        cache = kvjax.init_layer(policy, spec)
         _, cache = kvjax.prefill(cache, *(a[:, :PROMPT] for a in (q, k, v)))
         out, _ = kvjax.decode(cache, *(a[:, PROMPT:] for a in (q, k, v)))
         return np.asarray(out)
