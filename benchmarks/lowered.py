@@ -302,8 +302,13 @@ def text_of(module: Any) -> str:
     return re.sub(r"@[\w.$-]+", lambda m: names.setdefault(m[0], f"@f{len(names)}"), text)
 
 
+# Mosaic numbers the kernels of a process, in the order in which they are lowered, for the names of
+# the files that it may dump them to.
+NUMBERED = re.compile(r'mosaic_gpu\.dump_basename = "[^"]*"(, )?')
+
+
 def shorten_kernels(module: Any) -> None:
-    """Replaces the code of each kernel by a digest of it, without locations."""
+    """Replaces the code of each kernel by a digest of it, without locations and numbers."""
     from jaxlib.mlir import ir
 
     # kernels are in a dialect that only their compiler knows
@@ -314,10 +319,9 @@ def shorten_kernels(module: Any) -> None:
             config = op.attributes["mhlo.backend_config"]
             parts = dict(_pairs(config))
             if "module" in parts:
-                parts["module"] = ir.Module.parse(
-                    config["module"].value_bytes
-                ).operation.get_asm(enable_debug_info=False)
-                del parts["kernel_hash"]
+                code = ir.Module.parse(config["module"].value_bytes).operation
+                parts["module"] = NUMBERED.sub("", code.get_asm(enable_debug_info=False))
+                del parts["kernel_hash"]  # of the code with its number
             op.attributes["mhlo.backend_config"] = ir.StringAttr.get(
                 digest(*sorted(parts.items()))
             )

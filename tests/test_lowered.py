@@ -1,5 +1,6 @@
 """The comparison of lowered programs: it sees what changes a program, and nothing else."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 import kvjax
 from benchmarks import lowered
+from tests.kernels.conftest import HAS_KERNELS
 
 X = jax.ShapeDtypeStruct((4,), jnp.float32)
 
@@ -71,6 +73,27 @@ def test_order_dead_code_and_calls_change_only_the_text() -> None:
 )
 def test_another_program_has_another_graph(other: Any) -> None:
     assert digests(other)[1] != digests(base)[1]
+
+
+def test_the_order_in_which_kernels_are_lowered_does_not_matter() -> None:
+    if not HAS_KERNELS:
+        pytest.skip("there are kernels from jax 0.11 on")
+    scores = jax.ShapeDtypeStruct((8, 4096), jnp.float32)
+    valid = jax.ShapeDtypeStruct((8, 4096), bool)
+
+    def digests_of(k: int) -> tuple[str, str]:
+        jax.clear_caches()  # so that it is lowered again
+        traced = jax.jit(partial(kvjax.ops.top_k, k=k, implementation="mosaic")).trace(
+            scores, valid
+        )
+        module = traced.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
+        with module.context:
+            lowered.shorten_kernels(module)
+            return lowered.text_of(module), lowered.Graph(module).main()
+
+    first = digests_of(16)
+    assert digests_of(32)[1] != first[1]
+    assert digests_of(16) == first
 
 
 def test_every_preset_has_programs() -> None:
