@@ -3,3 +3,5 @@
 The TPU's compiler, which needs no TPU, compiles them, and the tests run them in an interpreter;
 none has run on a chip. `benchmarks/tpu.py` says what they move.
 """
+
+from kvjax.kernels_pallas.tpu import score_1bit as score_1bit

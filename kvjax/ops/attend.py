@@ -20,22 +20,30 @@ from kvjax.numerics.partial import (
 from kvjax.numerics.platforms import for_tpu
 from kvjax.numerics.selection import PackedSelection, Selection, membership, split_selection
 from kvjax.numerics.types import Float
+from kvjax.ops import kernels
 from kvjax.ops.op import Implementation, op
 
 
-def _attend_span_mosaic(kernel: Any, a: Any) -> Any:
-    logits = a.logits
-    made = kernel.attend_span(
-        a.q, *a.span, a.sinks, scale=logits.scale, cap=logits.cap, part=a.part
+def _attend_span_mosaic(a: Any) -> Any:
+    made = kernels.attend_span.attend_span(
+        a.q,
+        a.span.k,
+        a.span.v,
+        a.span.start,
+        a.span.stop,
+        a.sinks,
+        scale=a.logits.scale,
+        cap=a.logits.cap,
+        part=a.part,
     )
     return PartialAttention(*made) if a.part else made
 
 
 @op(
-    kernel="attend.attend_span",
+    kernel=lambda: kernels.attend_span,
     static_argnames=("logits", "part"),
     derivative="reference",
-    limit=lambda kernel, a: kernel.unsupported(a.q, *a.span),
+    limit=lambda a: kernels.attend_span.unsupported(a.q, *a.span),
     mosaic=_attend_span_mosaic,
 )
 def attend_span(
@@ -63,12 +71,12 @@ def attend_span(
 
 
 @op(
-    kernel="attend.attend_slots",
+    kernel=lambda: kernels.attend_slots,
     static_argnames=("logits", "together"),
     derivative="reference",
-    limit=lambda kernel, a: kernel.unsupported(a.q, a.k, a.v, a.selection.slots),
-    mosaic=lambda kernel, a: PartialAttention(
-        *kernel.attend_slots(
+    limit=lambda a: kernels.attend_slots.unsupported(a.q, a.k, a.v, a.selection.slots),
+    mosaic=lambda a: PartialAttention(
+        *kernels.attend_slots.attend_slots(
             a.q, a.k, a.v, *a.selection, scale=a.logits.scale, cap=a.logits.cap
         )
     ),
@@ -93,10 +101,10 @@ def attend_slots(
     return attend_gathered(q, kg, vg, selection, logits=logits)
 
 
-def _attend_zones_mosaic(kernel: Any, a: Any) -> Any:
+def _attend_zones_mosaic(a: Any) -> Any:
     known = a.selection.found if isinstance(a.selection, PackedSelection) else a.selection.valid
     zones = a.recent, a.sink, a.local, a.more
-    made = kernel.attend_zones(
+    made = kernels.attend_zones.attend_zones(
         a.q,
         a.k,
         a.v,
@@ -112,10 +120,10 @@ def _attend_zones_mosaic(kernel: Any, a: Any) -> Any:
 
 
 @op(
-    kernel="attend.attend_zones",
+    kernel=lambda: kernels.attend_zones,
     static_argnames=("local", "logits", "part", "together"),
     derivative="reference",
-    limit=lambda kernel, a: kernel.unsupported(
+    limit=lambda a: kernels.attend_zones.unsupported(
         a.q, a.k, a.v, a.selection.slots, a.recent, a.sink, a.local, a.more
     ),
     mosaic=_attend_zones_mosaic,

@@ -13,15 +13,16 @@ from jax import Array, lax
 from kvjax.memory import to_device, to_host, vary_with
 from kvjax.numerics.blocks import put_last
 from kvjax.numerics.types import Bool, Int32, Shaped
+from kvjax.ops import kernels
 from kvjax.ops.op import Implementation, op
 
 Parts = tuple[Array, ...]
 
 
 @op(
-    kernel="host.host_rows",
-    limit=lambda kernel, a: kernel.unsupported(a.x, a.index),
-    mosaic=lambda kernel, a: kernel.host_rows(a.x, a.index),
+    kernel=lambda: kernels.host_rows,
+    limit=lambda a: kernels.host_rows.unsupported(a.x, a.index),
+    mosaic=lambda a: kernels.host_rows.host_rows(a.x, a.index),
 )
 def host_rows(
     x: Shaped[Array, "B K P parts Z D"],
@@ -44,11 +45,13 @@ def host_rows(
 
 
 @op(
-    kernel="host.host_rows",
-    limit=lambda kernel, a: kernel.unsupported_recall(
+    kernel=lambda: kernels.host_rows,
+    limit=lambda a: kernels.host_rows.unsupported_recall(
         a.x, a.device[0], [*a.device[1], *a.recent]
     ),
-    mosaic=lambda kernel, a: kernel.recall(a.x, a.index, a.edge, a.recalls, a.device, a.recent),
+    mosaic=lambda a: kernels.host_rows.recall(
+        a.x, a.index, a.edge, a.recalls, a.device, a.recent
+    ),
 )
 def host_rows_first(
     x: Shaped[Array, "B K P 2 Z D"],
@@ -93,14 +96,16 @@ def host_rows_first(
     return tuple(parts)
 
 
-def _host_rows_rest_mosaic(kernel: Any, a: Any) -> Parts:
+def _host_rows_rest_mosaic(a: Any) -> Parts:
     how = a.recent, a.first_read
-    return kernel.recall(a.x, a.index, a.edge, a.recalls, a.device, *how, config=kernel.BESIDE)
+    return kernels.host_rows.recall(
+        a.x, a.index, a.edge, a.recalls, a.device, *how, config=kernels.host_rows.BESIDE
+    )
 
 
 @op(
-    kernel="host.host_rows",
-    limit=lambda kernel, a: kernel.unsupported_recall(
+    kernel=lambda: kernels.host_rows,
+    limit=lambda a: kernels.host_rows.unsupported_recall(
         a.x, a.device[0], [*a.device[1], *a.recent, *a.first_read[1]]
     ),
     mosaic=_host_rows_rest_mosaic,
@@ -179,9 +184,9 @@ def _gather_rows(x: Array, index: Array) -> Array:
 
 
 @op(
-    kernel="host.host_append",
-    limit=lambda kernel, a: kernel.unsupported(a.x, tuple(a.new), a.at, a.count),
-    mosaic=lambda kernel, a: kernel.host_append(a.x, tuple(a.new), a.at, a.count),
+    kernel=lambda: kernels.host_append,
+    limit=lambda a: kernels.host_append.unsupported(a.x, tuple(a.new), a.at, a.count),
+    mosaic=lambda a: kernels.host_append.host_append(a.x, tuple(a.new), a.at, a.count),
 )
 def host_append(
     x: Shaped[Array, "B K P parts *row"],
@@ -263,14 +268,14 @@ class HotTables(NamedTuple):
     loads: Int32[Array, "B K"]  # pages that got a place
 
 
-def _hot_places_mosaic(kernel: Any, a: Any) -> tuple[HotTables, Array]:
-    new_tables, at = kernel.hot_places(tuple(a.tables), a.index, a.found)
+def _hot_places_mosaic(a: Any) -> tuple[HotTables, Array]:
+    new_tables, at = kernels.hot_pages.hot_places(tuple(a.tables), a.index, a.found)
     return HotTables(*new_tables), at
 
 
 @op(
-    kernel="host.hot_pages",
-    limit=lambda kernel, a: kernel.unsupported(a.tables.page, a.index),
+    kernel=lambda: kernels.hot_pages,
+    limit=lambda a: kernels.hot_pages.unsupported(a.tables.page, a.index),
     mosaic=_hot_places_mosaic,
 )
 def hot_places(
@@ -359,9 +364,9 @@ def _freed_places(tables: HotTables, kept: Array, count: int) -> tuple[Array, Ar
 
 
 @op(
-    kernel="host.hot_pages",
-    limit=lambda kernel, a: kernel.unsupported_load(a.x, a.zones[0], a.at),
-    mosaic=lambda kernel, a: kernel.hot_load(a.x, a.zones, a.page, a.used, a.at),
+    kernel=lambda: kernels.hot_pages,
+    limit=lambda a: kernels.hot_pages.unsupported_load(a.x, a.zones[0], a.at),
+    mosaic=lambda a: kernels.hot_pages.hot_load(a.x, a.zones, a.page, a.used, a.at),
 )
 def hot_load(
     x: Shaped[Array, "B K P parts Z D"],
@@ -413,9 +418,9 @@ def place_pages(zones: Parts, pages: Sequence[Array], at: Array, n: int) -> Part
 
 
 @op(
-    kernel="host.hot_float8",
-    limit=lambda kernel, a: kernel.unsupported(a.x, a.zones[0], a.at),
-    mosaic=lambda kernel, a: kernel.hot_load_float8(a.x, a.zones, a.page, a.used, a.at),
+    kernel=lambda: kernels.hot_float8,
+    limit=lambda a: kernels.hot_float8.unsupported(a.x, a.zones[0], a.at),
+    mosaic=lambda a: kernels.hot_float8.hot_load_float8(a.x, a.zones, a.page, a.used, a.at),
 )
 def hot_load_float8(
     x: Shaped[Array, "B K P parts Z D"],

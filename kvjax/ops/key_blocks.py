@@ -28,6 +28,7 @@ from jax import Array, lax
 
 from kvjax.numerics.partial import Logits, PartialAttention, attend_part, merge_blocks
 from kvjax.numerics.types import Float, Int32
+from kvjax.ops import kernels
 from kvjax.ops.op import Implementation, op
 from kvjax.ops.select import top_k
 
@@ -152,12 +153,12 @@ def estimated_mass(q: Array, k: Array, stop: Array, *, logits: Logits) -> Array:
 
 
 @op(
-    kernel="attend.attend_key_blocks",
+    kernel=lambda: kernels.attend_key_blocks,
     static_argnames=("logits",),
     derivative="reference",
-    limit=lambda kernel, a: kernel.unsupported(a.q, a.k, a.v),
-    mosaic=lambda kernel, a: PartialAttention(
-        *kernel.attend_key_blocks(
+    limit=lambda a: kernels.attend_key_blocks.unsupported(a.q, a.k, a.v),
+    mosaic=lambda a: PartialAttention(
+        *kernels.attend_key_blocks.attend_key_blocks(
             a.q, a.k, a.v, a.blocks, a.counts, a.stop, scale=a.logits.uncapped
         )
     ),

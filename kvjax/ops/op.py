@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, get_args
@@ -73,14 +72,8 @@ class Explanation:
 class OnTpu(NamedTuple):
     """The kernel of an operation for TPUs; its fields are called as those of `op`."""
 
-    kernel: str  # the module in `kvjax.kernels_pallas.tpu`
-    limit: Callable[[Any, Any], str | None]
-    mosaic: Callable[[Any, Any], Any]
-
-    @property
-    def module(self) -> Any:
-        """The module of the kernel, imported on first use."""
-        return import_module(f"kvjax.kernels_pallas.tpu.{self.kernel}")
+    limit: Callable[[Any], str | None]
+    mosaic: Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
@@ -106,16 +99,16 @@ class Op(Generic[P, R]):
     def __init__(
         self,
         reference: Callable[P, R],
-        kernel: str | ModuleType,
+        kernel: Callable[[], ModuleType],
         static_argnames: tuple[str, ...],
         derivative: Derivative,
-        limit: Callable[[Any, Any], str | None],
-        mosaic: Callable[[Any, Any], R],
+        limit: Callable[[Any], str | None],
+        mosaic: Callable[[Any], R],
         on_tpu: OnTpu | None = None,
     ) -> None:
         functools.update_wrapper(self, reference)
         self.name = reference.__name__
-        self.kernel = kernel
+        self._kernel = kernel
         self.reference = reference  # operations inside it are dispatched as anywhere else
         self._signature = inspect.signature(reference)
         self._static = static_argnames
@@ -136,8 +129,7 @@ class Op(Generic[P, R]):
     @property
     def module(self) -> Any:
         """The module of the kernel, imported on first use."""
-        own = isinstance(self.kernel, str)
-        return import_module(f"kvjax.kernels_pallas.{self.kernel}") if own else self.kernel
+        return self._kernel()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         a = self._bind(*args, **kwargs)
@@ -215,11 +207,11 @@ class Op(Generic[P, R]):
             return f"this process runs on {jax.default_backend()} and has no libtpu"
         if os.environ.get("KVJAX_KERNELS") == "off":
             return "the environment variable KVJAX_KERNELS is 'off'"
-        return self._on_tpu.limit(self._on_tpu.module, a) or _why_not_in_shard_map(vars(a))
+        return self._on_tpu.limit(a) or _why_not_in_shard_map(vars(a))
 
     def _limit_here(self, a: SimpleNamespace) -> str | None:
         """Why this process cannot run the kernel for these arguments; None if it can."""
-        limit = self._limit(self.module, a)  # which raises ValueError for wrong arguments
+        limit = self._limit(a)  # which raises ValueError for wrong arguments
         limit = _why_not(limit or _too_large(vars(a))) or _why_not_in_shard_map(vars(a))
         return limit or self._untaken(a)
 
@@ -228,7 +220,7 @@ class Op(Generic[P, R]):
         the kernel takes them.
         """
         a = self._bind(*args, **kwargs)
-        return self._limit(self.module, a) or _too_large(vars(a)) or self._untaken(a)
+        return self._limit(a) or _too_large(vars(a)) or self._untaken(a)
 
     def why_not(self, *args: Any, **kwargs: Any) -> str | None:
         """Why this process runs the reference for these arguments by default; None if it runs
@@ -257,7 +249,7 @@ class Op(Generic[P, R]):
 
     def run_kernel(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Returns the result of the kernel, whatever its limits; without a derivative."""
-        return self._mosaic(self.module, self._bind(*args, **kwargs))
+        return self._mosaic(self._bind(*args, **kwargs))
 
     def _told_on_tpu(self, a: SimpleNamespace) -> Explanation | None:
         """Explains that this process runs the kernel for TPUs by default; None if it does not."""
@@ -269,7 +261,7 @@ class Op(Generic[P, R]):
     def run_on_tpu(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Returns the result of the kernel for TPUs, without a derivative."""
         assert self._on_tpu is not None
-        return self._on_tpu.mosaic(self._on_tpu.module, self._bind(*args, **kwargs))
+        return self._on_tpu.mosaic(self._bind(*args, **kwargs))
 
     def _bind(self, *args: Any, **kwargs: Any) -> SimpleNamespace:
         """Returns the arguments by name, with defaults."""
@@ -295,9 +287,9 @@ class Op(Generic[P, R]):
 
 def op(
     *,
-    kernel: str | ModuleType,
-    limit: Callable[[Any, Any], str | None],
-    mosaic: Callable[[Any, Any], R],
+    kernel: Callable[[], ModuleType],
+    limit: Callable[[Any], str | None],
+    mosaic: Callable[[Any], R],
     static_argnames: tuple[str, ...] = (),
     derivative: Derivative = "none",
     on_tpu: OnTpu | None = None,
@@ -306,12 +298,12 @@ def op(
     and leave it unused.
 
     Args:
-      kernel: folder and module of the kernel in `kvjax.kernels_pallas`, such as
-        "attend.attend_span", or a module of another package.
-      limit: called as limit(module, a), where `a` has the reference's arguments as attributes;
-        returns the limit of the kernel that they exceed, or None. It raises ValueError, as the
+      kernel: returns the module of the kernel, such as `kernels.attend_span`. It is called only
+        where a kernel may run, so that nothing else imports the module.
+      limit: called as limit(a), where `a` has the reference's arguments as attributes; returns
+        the limit of the kernel that they exceed, or None. It raises ValueError, as the
         reference does, for arguments that both refuse.
-      mosaic: mosaic(module, a) runs the kernel.
+      mosaic: mosaic(a) runs the kernel.
       static_argnames: arguments that are Python values; all others are pytrees of arrays.
       derivative: of the kernel, which has none of its own: "reference" takes that of the
         reference, and "zero" is for a selection of slots.

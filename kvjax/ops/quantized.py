@@ -28,6 +28,7 @@ from kvjax.numerics.quant import (
 from kvjax.numerics.rotate import Directions, decode, rotate_back, rotate_few, sizes_of, turned
 from kvjax.numerics.selection import PackedSelection, Selection, split_selection
 from kvjax.numerics.types import Float, Int32
+from kvjax.ops import kernels
 from kvjax.ops.attend import attend_beside, attend_gathered, merge_beside
 from kvjax.ops.op import Implementation, for_gpu, op
 
@@ -35,12 +36,14 @@ Codes = QuantArray | Directions  # of uniform levels, or of a codebook
 
 
 @op(
-    kernel="attend.attend_quantized",
+    kernel=lambda: kernels.attend_quantized,
     static_argnames=("logits",),
     derivative="reference",
-    limit=lambda kernel, a: kernel.unsupported(a.q, a.keys, a.values, a.start, a.stop),
-    mosaic=lambda kernel, a: PartialAttention(
-        *kernel.attend_quantized(
+    limit=lambda a: kernels.attend_quantized.unsupported(
+        a.q, a.keys, a.values, a.start, a.stop
+    ),
+    mosaic=lambda a: PartialAttention(
+        *kernels.attend_quantized.attend_quantized(
             a.q, a.keys, a.values, a.start, a.stop, scale=a.logits.uncapped
         )
     ),
@@ -118,17 +121,19 @@ def attend_quantized(
     return for_gpu(for_a_gpu, blocks, *operands) if few else blocks(*operands)
 
 
-def _attend_quantized_zones_mosaic(kernel: Any, a: Any) -> Any:
+def _attend_quantized_zones_mosaic(a: Any) -> Any:
     zones = a.keys, a.values, a.start, a.stop, a.recent
-    made = kernel.attend_quantized(a.q, *zones, scale=a.logits.uncapped, part=a.part)
+    made = kernels.attend_quantized.attend_quantized(
+        a.q, *zones, scale=a.logits.uncapped, part=a.part
+    )
     return PartialAttention(*made) if a.part else made
 
 
 @op(
-    kernel="attend.attend_quantized",
+    kernel=lambda: kernels.attend_quantized,
     static_argnames=("logits", "part"),
     derivative="reference",
-    limit=lambda kernel, a: kernel.unsupported(
+    limit=lambda a: kernels.attend_quantized.unsupported(
         a.q, a.keys, a.values, a.start, a.stop, a.recent, a.sink
     ),
     mosaic=_attend_quantized_zones_mosaic,
@@ -161,13 +166,12 @@ def attend_quantized_zones(
     return attend_beside(history, q, None, recent, sink, sinks, logits=logits)
 
 
-def _attend_coded_zones_mosaic(kernel: Any, a: Any) -> Any:
+def _attend_coded_zones_mosaic(a: Any) -> Any:
     known = a.selection.found if isinstance(a.selection, PackedSelection) else a.selection.valid
-    codes = (a.keys, a.values)
-    D = a.q.shape[-1]
-    made = kernel.attend_coded_zones(
+    made = kernels.attend_coded_zones.attend_coded_zones(
         a.q,
-        *codes,
+        a.keys,
+        a.values,
         a.offset,
         a.selection.slots,
         known,
@@ -175,8 +179,8 @@ def _attend_coded_zones_mosaic(kernel: Any, a: Any) -> Any:
         a.sink,
         a.local,
         a.sinks,
-        centres=tuple(sizes_of(code) for code in codes),
-        turned=turned(D, a.seed),
+        centres=(sizes_of(a.keys), sizes_of(a.values)),
+        turned=turned(a.q.shape[-1], a.seed),
         scale=a.logits.scale,
         cap=a.logits.cap,
         part=a.part,
@@ -185,10 +189,10 @@ def _attend_coded_zones_mosaic(kernel: Any, a: Any) -> Any:
 
 
 @op(
-    kernel="attend.attend_coded_zones",
+    kernel=lambda: kernels.attend_coded_zones,
     static_argnames=("local", "seed", "logits", "part"),
     derivative="reference",
-    limit=lambda kernel, a: kernel.unsupported(
+    limit=lambda a: kernels.attend_coded_zones.unsupported(
         a.q, a.keys, a.values, a.selection.slots, a.recent, a.sink, a.local
     ),
     mosaic=_attend_coded_zones_mosaic,

@@ -33,19 +33,19 @@ from kvjax.numerics.selection import (
     split_steps,
 )
 from kvjax.numerics.types import Bool, Float
+from kvjax.ops import kernels
 from kvjax.ops.op import Implementation, OnTpu, for_gpu, op
 
 
 @op(
-    kernel="score.score_1bit",
+    kernel=lambda: kernels.score_1bit,
     static_argnames=("logits",),
     derivative="reference",
-    limit=lambda kernel, a: kernel.unsupported(a.q, a.keys.bits, a.keys.scale),
-    mosaic=lambda kernel, a: kernel.score_1bit(a.q, *a.keys, scale=a.logits.uncapped),
+    limit=lambda a: kernels.score_1bit.unsupported(a.q, a.keys.bits, a.keys.scale),
+    mosaic=lambda a: kernels.score_1bit.score_1bit(a.q, *a.keys, scale=a.logits.uncapped),
     on_tpu=OnTpu(
-        "score_1bit",
-        limit=lambda kernel, a: kernel.unsupported(a.q, a.keys.bits, a.keys.scale),
-        mosaic=lambda kernel, a: a.logits.of(kernel.score_1bit(a.q, *a.keys)),
+        limit=lambda a: kernels.tpu.score_1bit.unsupported(a.q, a.keys.bits, a.keys.scale),
+        mosaic=lambda a: a.logits.of(kernels.tpu.score_1bit.score_1bit(a.q, *a.keys)),
     ),
 )
 def score_1bit(
@@ -112,11 +112,13 @@ def _score_blocks(q: Array, keys: OneBit, *, logits: Logits) -> Array:
 
 
 @op(
-    kernel="score.score_pages",
+    kernel=lambda: kernels.score_pages,
     static_argnames=("logits",),
     derivative="reference",
-    limit=lambda kernel, a: kernel.unsupported(a.q, a.low, a.high),
-    mosaic=lambda kernel, a: kernel.score_pages(a.q, a.low, a.high, scale=a.logits.uncapped),
+    limit=lambda a: kernels.score_pages.unsupported(a.q, a.low, a.high),
+    mosaic=lambda a: kernels.score_pages.score_pages(
+        a.q, a.low, a.high, scale=a.logits.uncapped
+    ),
 )
 def score_pages(
     q: Float[Array, "B K G D"],
@@ -142,12 +144,20 @@ def score_pages(
 
 
 @op(
-    kernel="score.rerank",
+    kernel=lambda: kernels.rerank,
     static_argnames=("logits",),
     derivative="reference",
-    limit=lambda kernel, a: kernel.unsupported(a.q, *a.keys, a.listed.slots),
-    mosaic=lambda kernel, a: kernel.rerank(
-        a.q, *a.keys, a.listed.slots, centres=centres(), scale=a.logits.uncapped
+    limit=lambda a: kernels.rerank.unsupported(
+        a.q, a.keys.signs, a.keys.sizes, a.keys.weights, a.listed.slots
+    ),
+    mosaic=lambda a: kernels.rerank.rerank(
+        a.q,
+        a.keys.signs,
+        a.keys.sizes,
+        a.keys.weights,
+        a.listed.slots,
+        centres=centres(),
+        scale=a.logits.uncapped,
     ),
 )
 def rerank(
@@ -229,11 +239,11 @@ def centres() -> tuple[float, ...]:
 
 
 @op(
-    kernel="select.top_k",
+    kernel=lambda: kernels.top_k,
     static_argnames=("k",),
     derivative="zero",
-    limit=lambda kernel, a: kernel.unsupported(a.scores.shape, a.scores.dtype, a.k),
-    mosaic=lambda kernel, a: Selection(*kernel.top_k(a.scores, a.valid, a.k)),
+    limit=lambda a: kernels.top_k.unsupported(a.scores.shape, a.scores.dtype, a.k),
+    mosaic=lambda a: Selection(*kernels.top_k.top_k(a.scores, a.valid, a.k)),
 )
 def top_k(
     scores: Float[Array, "*rows U"],
@@ -376,25 +386,24 @@ def _exact_product(equation: str, x: Array, y: Array | np.ndarray) -> Array:
     return product.astype(jnp.int32)
 
 
-def _top_k_grouped_limit(kernel: Any, a: Any) -> str | None:
+def _top_k_grouped_limit(a: Any) -> str | None:
     if any(valid.shape[2] != 1 for _, valid in a.parts):
         return (
             "the kernel top_k_grouped takes units that are valid for all query heads of a group"
         )
-    return no_kernel_for(a.group_reduce) or kernel.unsupported(a.parts, a.group_reduce, a.k)
-
-
-_of_groups: Any = {
-    "kernel": "select.top_k_grouped",
-    "limit": _top_k_grouped_limit,
-    "derivative": "zero",
-}
+    return no_kernel_for(a.group_reduce) or kernels.top_k_grouped.unsupported(
+        a.parts, a.group_reduce, a.k
+    )
 
 
 @op(
-    **_of_groups,
+    kernel=lambda: kernels.top_k_grouped,
     static_argnames=("group_reduce", "k"),
-    mosaic=lambda kernel, a: Selection(*kernel.top_k_grouped(a.parts, a.group_reduce, a.k)),
+    derivative="zero",
+    limit=_top_k_grouped_limit,
+    mosaic=lambda a: Selection(
+        *kernels.top_k_grouped.top_k_grouped(a.parts, a.group_reduce, a.k)
+    ),
 )
 def top_k_grouped(
     parts: Sequence[tuple[Float[Array, "B K G _"], Bool[Array, "B _ _ _"]]],
@@ -418,14 +427,20 @@ def top_k_grouped(
     return top_k(reduce_scores(parts, group_reduce), valid, k)
 
 
-def _rank_grouped_mosaic(kernel: Any, a: Any) -> tuple[Selection, Array]:
-    slots, valid, keys = kernel.top_k_grouped(
+def _rank_grouped_mosaic(a: Any) -> tuple[Selection, Array]:
+    slots, valid, keys = kernels.top_k_grouped.top_k_grouped(
         a.parts, a.group_reduce, a.k, total=a.total, ranked=True
     )
     return Selection(slots, valid), keys
 
 
-@op(**_of_groups, static_argnames=("group_reduce", "k"), mosaic=_rank_grouped_mosaic)
+@op(
+    kernel=lambda: kernels.top_k_grouped,
+    static_argnames=("group_reduce", "k"),
+    derivative="zero",
+    limit=_top_k_grouped_limit,
+    mosaic=_rank_grouped_mosaic,
+)
 def rank_grouped(
     parts: Sequence[tuple[Float[Array, "B K G _"], Bool[Array, "B _ _ _"]]],
     group_reduce: GroupReduce,
@@ -490,7 +505,7 @@ def _highest(
     )
 
 
-def _select_1bit_limit(kernel: Any, a: Any) -> str | None:
+def _select_1bit_limit(a: Any) -> str | None:
     q = a.q
     keys = a.keys
     candidates = a.candidates
@@ -499,12 +514,12 @@ def _select_1bit_limit(kernel: Any, a: Any) -> str | None:
         (*q.shape[:2], q.shape[2] // candidates.steps, q.shape[3]), q.dtype
     )
     pending = jax.ShapeDtypeStruct((*step_q.shape[:3], candidates.pending_slots), jnp.float32)
-    return no_kernel_for(a.group_reduce) or kernel.unsupported(
+    return no_kernel_for(a.group_reduce) or kernels.select_1bit.unsupported(
         step_q, keys.bits, keys.scale, pending, a.group_reduce, candidates.k_max
     )
 
 
-def _select_1bit_mosaic(kernel: Any, a: Any) -> PackedSelection:
+def _select_1bit_mosaic(a: Any) -> PackedSelection:
     def one_pass(q: Array, candidates: Candidates) -> PackedSelection:
         steps = candidates.steps
         pending: tuple[Any, ...] = candidates.pending
@@ -513,9 +528,11 @@ def _select_1bit_mosaic(kernel: Any, a: Any) -> PackedSelection:
             # The kernel takes scores instead of keys of another dtype.
             pending = join_steps(candidates.pending_units(q, a.logits)[0], steps), *pending[1:]
             pending_slots = None
-        slots, found = kernel.select_1bit(
+        slots, found = kernels.select_1bit.select_1bit(
             q,
-            *a.keys,
+            a.keys.bits,
+            a.keys.scale,
+            a.keys.zero,
             candidates.span,
             pending,
             candidates.k,
@@ -531,13 +548,15 @@ def _select_1bit_mosaic(kernel: Any, a: Any) -> PackedSelection:
     return join_lists(
         [
             one_pass(*part)
-            for part in a.candidates.passes(a.q, kernel.heads_at_once(a.q.shape[-1]))
+            for part in a.candidates.passes(
+                a.q, kernels.select_1bit.heads_at_once(a.q.shape[-1])
+            )
         ]
     )
 
 
 @op(
-    kernel="select.select_1bit",
+    kernel=lambda: kernels.select_1bit,
     static_argnames=("group_reduce", "logits"),
     derivative="zero",
     limit=_select_1bit_limit,
@@ -567,20 +586,20 @@ def select_1bit(
     )
 
 
-def _select_pages_limit(kernel: Any, a: Any) -> str | None:
+def _select_pages_limit(a: Any) -> str | None:
     candidates = a.candidates
     candidates.require(a.low.shape[2], a.unit)
     keys = candidates.pending[0]
     room = candidates.k_max
     slots = candidates.pending_slots
-    return no_kernel_for(a.group_reduce) or kernel.unsupported(
+    return no_kernel_for(a.group_reduce) or kernels.select_pages.unsupported(
         a.q, a.low, a.high, keys, a.group_reduce, room, a.unit, slots, candidates.steps
     )
 
 
-def _select_pages_mosaic(kernel: Any, a: Any) -> PackedSelection:
+def _select_pages_mosaic(a: Any) -> PackedSelection:
     candidates = a.candidates
-    slots, found = kernel.select_pages(
+    slots, found = kernels.select_pages.select_pages(
         a.q,
         a.low,
         a.high,
@@ -599,7 +618,7 @@ def _select_pages_mosaic(kernel: Any, a: Any) -> PackedSelection:
 
 
 @op(
-    kernel="select.select_pages",
+    kernel=lambda: kernels.select_pages,
     static_argnames=("group_reduce", "unit", "logits"),
     derivative="zero",
     limit=_select_pages_limit,
@@ -628,18 +647,28 @@ def select_pages(
     return pack(select_top(scores, q, candidates, group_reduce, unit=unit, logits=logits))
 
 
-def _select_4bit_limit(kernel: Any, a: Any) -> str | None:
+def _select_4bit_limit(a: Any) -> str | None:
     candidates = a.candidates
     candidates.require(a.listed.slots.shape[3], 1)
-    pending = candidates.pending[0], candidates.k_max, candidates.pending_slots
-    return kernel.unsupported(a.q, *a.keys, a.listed.slots, *pending)
-
-
-def _select_4bit_mosaic(kernel: Any, a: Any) -> PackedSelection:
-    candidates = a.candidates
-    slots, found = kernel.select_4bit(
+    return kernels.select_4bit.unsupported(
         a.q,
-        *a.keys,
+        a.keys.signs,
+        a.keys.sizes,
+        a.keys.weights,
+        a.listed.slots,
+        candidates.pending[0],
+        candidates.k_max,
+        candidates.pending_slots,
+    )
+
+
+def _select_4bit_mosaic(a: Any) -> PackedSelection:
+    candidates = a.candidates
+    slots, found = kernels.select_4bit.select_4bit(
+        a.q,
+        a.keys.signs,
+        a.keys.sizes,
+        a.keys.weights,
         a.listed,
         candidates.pending,
         candidates.k,
@@ -654,7 +683,7 @@ def _select_4bit_mosaic(kernel: Any, a: Any) -> PackedSelection:
 
 
 @op(
-    kernel="select.select_4bit",
+    kernel=lambda: kernels.select_4bit,
     static_argnames=("seed", "logits"),
     derivative="zero",
     limit=_select_4bit_limit,

@@ -13,19 +13,20 @@ from kvjax.numerics.blocks import put_last
 from kvjax.numerics.rotate import rotate_few, turned
 from kvjax.numerics.selection import PackedSelection, of_lists
 from kvjax.numerics.types import Float, Int32, UInt8
+from kvjax.ops import kernels
 from kvjax.ops.op import Implementation, for_gpu, op
 
 Complement = tuple[Array | int, Array | int, Array | int]  # see `most_voted`
 
 
-def _collide_limit(kernel: Any, a: Any) -> str | None:
+def _collide_limit(a: Any) -> str | None:
     _check_votes(a.ids, a.limits)
-    return kernel.unsupported(a.q, a.ids, a.counts, a.limits)
+    return kernels.collide.unsupported(a.q, a.ids, a.counts, a.limits)
 
 
-def _collide_mosaic(kernel: Any, a: Any) -> Array:
+def _collide_mosaic(a: Any) -> Array:
     rotation = None if a.seed is None else turned(a.q.shape[-1], a.seed)
-    return kernel.collide(a.q, a.ids, a.counts, a.limits, turned=rotation)
+    return kernels.collide.collide(a.q, a.ids, a.counts, a.limits, turned=rotation)
 
 
 def _check_votes(ids: Array, limits: Array) -> None:
@@ -38,7 +39,7 @@ def _check_votes(ids: Array, limits: Array) -> None:
 
 
 @op(
-    kernel="vote.collide",
+    kernel=lambda: kernels.collide,
     static_argnames=("seed",),
     derivative="reference",
     limit=_collide_limit,
@@ -126,12 +127,12 @@ def _keys_before(q: Array, counts: Array) -> Array:
 
 
 @op(
-    kernel="vote.most_voted",
+    kernel=lambda: kernels.most_voted,
     static_argnames=("room", "local"),
     derivative="zero",
-    limit=lambda kernel, a: kernel.unsupported(a.votes, a.length, a.count, a.room),
-    mosaic=lambda kernel, a: PackedSelection(
-        *kernel.most_voted(
+    limit=lambda a: kernels.most_voted.unsupported(a.votes, a.length, a.count, a.room),
+    mosaic=lambda a: PackedSelection(
+        *kernels.most_voted.most_voted(
             a.votes, a.length, a.count, a.room, complement=a.complement, local=a.local
         )
     ),

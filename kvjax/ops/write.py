@@ -10,6 +10,7 @@ from jax import Array
 
 from kvjax.numerics.blocks import Block, put, take_rows
 from kvjax.numerics.types import Bool, Int32, Shaped
+from kvjax.ops import kernels
 from kvjax.ops.op import Implementation, op
 
 
@@ -17,17 +18,17 @@ def _arrays(zone: Block) -> tuple[Array, Array, Array]:
     return zone.k, zone.v, zone.count
 
 
-def _put_token_mosaic(kernel: Any, a: Any) -> tuple[list[Block], Array]:
-    stored, overflow = kernel.put_token(
+def _put_token_mosaic(a: Any) -> tuple[list[Block], Array]:
+    stored, overflow = kernels.put_token.put_token(
         list(map(_arrays, a.zones)), a.k, a.v, a.active, a.overflow
     )
     return [Block(*zone) for zone in stored], overflow
 
 
 @op(
-    kernel="write.put_token",
+    kernel=lambda: kernels.put_token,
     derivative="reference",
-    limit=lambda kernel, a: kernel.unsupported(
+    limit=lambda a: kernels.put_token.unsupported(
         list(map(_arrays, a.zones)), a.k, a.v, a.active, a.overflow
     ),
     mosaic=_put_token_mosaic,
@@ -56,17 +57,17 @@ def put_token(
     return after, overflow | left
 
 
-def _put_tokens_mosaic(kernel: Any, a: Any) -> tuple[list[Block], Array]:
-    stored, overflow = kernel.put_tokens(
+def _put_tokens_mosaic(a: Any) -> tuple[list[Block], Array]:
+    stored, overflow = kernels.put_token.put_tokens(
         list(map(_arrays, a.zones)), a.k, a.v, a.count, a.overflow
     )
     return [Block(*zone) for zone in stored], overflow
 
 
 @op(
-    kernel="write.put_token",
+    kernel=lambda: kernels.put_token,
     derivative="reference",
-    limit=lambda kernel, a: kernel.unsupported(
+    limit=lambda a: kernels.put_token.unsupported(
         list(map(_arrays, a.zones)), a.k, a.v, a.count, a.overflow
     ),
     mosaic=_put_tokens_mosaic,

@@ -631,7 +631,7 @@ def test_a_kernel_compiles_for_an_h200(name):
     op = name.split(",")[0]
     for kernel, (registers, stored, loaded) in program.kernels.items():
         assert kernel.startswith(
-            ("kvjax_" + op, "kvjax_" + ops.OPS[op].kernel.rpartition(".")[2])
+            ("kvjax_" + op, "kvjax_" + ops.OPS[op].module.__name__.rpartition(".")[2])
         ), kernel
         assert registers <= REGISTERS.get(name, 255)
         assert max(stored, loaded) <= spills, (

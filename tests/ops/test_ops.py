@@ -1,5 +1,6 @@
 """The selection between an operation's reference and its kernel, and how it is reported."""
 
+import ast
 import dataclasses
 import inspect
 from functools import partial
@@ -189,9 +190,9 @@ def test_a_function_jitted_in_a_reference_has_its_kernel_where_it_is_called_alon
         return ops.top_k(scores, VALID, 5).slots
 
     @make_op(
-        kernel=KERNELS["top_k"],
-        limit=lambda kernel, a: None,
-        mosaic=lambda kernel, a: VALID.astype(jnp.int32)[:, :5],
+        kernel=lambda: KERNELS["top_k"],
+        limit=lambda a: None,
+        mosaic=lambda a: VALID.astype(jnp.int32)[:, :5],
     )
     def jits(scores, *, implementation=None):
         return highest(scores)
@@ -205,6 +206,19 @@ def test_a_function_jitted_in_a_reference_has_its_kernel_where_it_is_called_alon
     assert "kvjax_top_k" in lowered(lambda scores: highest(scores)), (
         "not what a platform without CUDA traced before"
     )
+
+
+def test_a_type_checker_and_a_process_import_the_same_kernels():
+    tree = ast.parse(inspect.getsource(ops.kernels))
+    typed = {
+        name.asname: f"{node.module}.{name.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("kvjax")
+        for name in node.names
+    }
+    assert typed == ops.kernels.PLACES
+    with pytest.raises(AttributeError, match="no attribute 'top_kk'"):
+        ops.kernels.top_kk  # noqa: B018
 
 
 def test_arguments_are_bound_as_those_of_a_function():
