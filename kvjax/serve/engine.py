@@ -609,7 +609,7 @@ class Engine:
 
     def _begin(self, prompt: Prompt) -> None:
         """Makes a row for a prompt, with what is known of its beginning."""
-        request: Any = prompt.answers[0]
+        request: Any = prompt.requests[0]
         ids = request.prompt
         try:
             row, start, chunks = self._row_for(ids)
@@ -618,7 +618,7 @@ class Engine:
                 if is_out_of_memory(error) and len(self._scheduler.reading) > 1:
                     self._scheduler.put_back(prompt)
                 else:
-                    self._end_all(prompt.requests, error)
+                    self._end_all(prompt.without_slot, error)
             return
         if row.rotated_for is not None:
             final = jnp.array([len(ids) + request.max_new_tokens], jnp.int32)
@@ -706,7 +706,7 @@ class Engine:
 
     def _read(self, prompt: Prompt, size: int) -> None:
         """Reads one chunk of a prompt."""
-        request: Any = prompt.answers[0]
+        request: Any = prompt.requests[0]
         reading = self._readings[prompt]
         piece = request.prompt[reading.tokens : reading.tokens + size]
         tokens = np.zeros((1, size), np.int32)
@@ -721,7 +721,7 @@ class Engine:
         except Exception as error:  # such as too little memory: the others go on
             del self._readings[prompt]
             with self._lock:
-                self._end_all(prompt.requests, error)
+                self._end_all(prompt.without_slot, error)
             return
         self._in_flight.append(reading.logits)
         reading.tokens += len(piece)
@@ -734,12 +734,12 @@ class Engine:
         """
         if self._shared is None:
             return True
-        request: Any = prompt.answers[0]
+        request: Any = prompt.requests[0]
         start = self._starts.get(prompt)
         if start is None or not self._shared.takes(start):
             others = [other.prompt for other in self._others(prompt)]
             room = self._slots.cache.spec.capacity - request.max_new_tokens
-            start = self._shared.find(request.prompt, len(prompt.requests), others, room)
+            start = self._shared.find(request.prompt, len(prompt.without_slot), others, room)
         if start is None:
             return False
         self._starts[prompt] = start
@@ -750,7 +750,7 @@ class Engine:
         yield from (request for _, request in self._running())
         for other in self._scheduler.prompts(2 * self.slots):
             if other is not prompt:
-                first: Any = other.answers[0]
+                first: Any = other.requests[0]
                 yield first
 
     def _assign(self, work: Assign) -> None:
@@ -769,7 +769,7 @@ class Engine:
         if start.store and not all_finite(reading.logits):  # it would spoil its sharers
             with self._lock:
                 self._end_all(
-                    [work.request, *work.prompt.requests], FloatingPointError(NOT_FINITE)
+                    [work.request, *work.prompt.without_slot], FloatingPointError(NOT_FINITE)
                 )
             return
         self._slots.assign(work.slot, reading.row, reading.logits, start)
@@ -782,7 +782,7 @@ class Engine:
                 elif start.store:
                     self._shared.store(start, request.prompt)
             self._starts[work.prompt] = dataclasses.replace(start, store=False)
-        if work.request is work.prompt.answers[0]:
+        if work.request is work.prompt.requests[0]:
             self._keeper.keep_prompt(reading.row, request)
 
     def _release(self, prompt: Prompt) -> None:

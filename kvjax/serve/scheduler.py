@@ -52,8 +52,8 @@ class Scheduled(Hashable, Protocol):
 class Prompt:
     """A prompt, which is read once for all requests that want an answer to it."""
 
-    answers: tuple[Scheduled, ...]  # all its requests, also those that have ended
-    requests: list[Scheduled]  # those that still need a slot
+    requests: tuple[Scheduled, ...]  # all that want an answer, also those that have ended
+    without_slot: list[Scheduled]  # those of them that still need a slot
     tokens: int  # to read, by what is known when it arrives
     size: int  # tokens for which each request needs room in a slot
     arrival: int = 0
@@ -210,7 +210,7 @@ class Scheduler:
         self.reading.remove(prompt)
         self._first = None if prompt is self._first else self._first
         self._queue_of(prompt).add(prompt)
-        for request in prompt.requests:
+        for request in prompt.without_slot:
             request.state = Stage.WAITING
 
     def end(self, request: Scheduled) -> None:
@@ -218,8 +218,8 @@ class Scheduler:
         if request in self.running:
             self.leave(self.running.index(request))
         elif prompt := self._prompt_of.pop(request, None):
-            prompt.requests.remove(request)
-            if not prompt.requests:
+            prompt.without_slot.remove(request)
+            if not prompt.without_slot:
                 self._drop(prompt)
         request.state = Stage.DONE
 
@@ -305,7 +305,7 @@ class Scheduler:
         self._queue_of(prompt).remove(prompt)
         self.reading.append(prompt)
         self.reading.sort(key=_arrival)
-        for request in prompt.requests:
+        for request in prompt.without_slot:
             request.state = Stage.READING
         return Begin(prompt)
 
@@ -324,11 +324,11 @@ class Scheduler:
         return Park(prompt)
 
     def _assign_slot(self, prompt: Prompt, slot: int) -> Assign:
-        request = prompt.requests.pop(0)
+        request = prompt.without_slot.pop(0)
         del self._prompt_of[request]
         self.running[slot] = request
         request.state = Stage.RUNNING
-        if not prompt.requests:
+        if not prompt.without_slot:
             self._drop(prompt)
         return Assign(prompt, request, slot, self.vacated.pop(slot, None))
 

@@ -312,7 +312,7 @@ def test_a_small_slot_is_not_kept_from_a_short_request():
 
 def test_a_refused_prompt_holds_up_those_that_came_later():
     refused = set()
-    one = machine(admit=lambda prompt: prompt.answers[0] not in refused)
+    one = machine(admit=lambda prompt: prompt.requests[0] not in refused)
     first, second = (one.submit(8)[0] for _ in range(2))
     refused.add(first)
     for _ in range(4):
@@ -334,7 +334,7 @@ def test_a_row_that_cannot_be_made_lets_its_prompt_wait():
     one.scheduler.begin_step()
     work = one.scheduler.schedule()
     assert isinstance(work, Begin)
-    assert work.prompt.answers == (short,)
+    assert work.prompt.requests == (short,)
     one.scheduler.put_back(work.prompt)
     assert (short.state, one.scheduler.readers) == ("waiting", 1)
     one.run_until(long, short)
@@ -362,13 +362,13 @@ def test_a_prompt_that_was_put_back_begins_only_when_others_have_left():
     assert first.state == "running"
     work = one.scheduler.schedule()
     assert isinstance(work, Begin)
-    assert work.prompt.answers == (third,)
+    assert work.prompt.requests == (third,)
 
     one.scheduler.put_back(work.prompt)
     assert one.scheduler.readers == 1
     work = one.scheduler.schedule()
     assert isinstance(work, Read)
-    assert work.prompt.answers == (second,)
+    assert work.prompt.requests == (second,)
     one.run_until(second, third)
 
 
