@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -24,6 +25,18 @@ def test_a_name_of_the_table_is_a_function_of_its_module(name: str) -> None:
     assert preset.make.__module__ == MODULES[name]
     assert preset.name == name
     assert preset.keeps
+
+
+def test_concepts_names_the_file_of_each_preset() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "concepts.md").read_text()
+    told = {
+        name: f"kvjax.presets.{file}"
+        for names, file in re.findall(r"^\| (.+?) \| `kvjax/presets/(\w+)\.py`", text, re.M)
+        for name in re.findall(r"\w+", names)
+    }
+    assert told == {
+        name: module for name, module in MODULES.items() if module != f"kvjax.contrib.{name}"
+    }
 
 
 @pytest.mark.parametrize("file", [file.name for file in iter_modules(contrib.__path__)])
