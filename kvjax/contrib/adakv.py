@@ -167,9 +167,6 @@ class HeadBudgets(Evicting):
         span = Span(k, v, jnp.zeros_like(stop), stop)
         return ops.attend_span(rows, span, sinks, logits=step.logits).reshape(q.shape)
 
-    def _share(self, slots: int) -> int:
-        return min(self.budget, slots)
-
     def _valid(self, st: Any) -> Array:
         return (
             jnp.arange(st.tokens.slots, dtype=jnp.int32)[None, None] < st.head_counts[..., None]

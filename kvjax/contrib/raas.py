@@ -105,9 +105,6 @@ class BesidePrompt(Evicting):
     def _most(self, prompt: Any) -> Any:
         return np.minimum(prompt, self.prompt) + self.budget
 
-    def _slots(self, spec: CacheSpec) -> int:
-        return min(self.budget + self.prompt, spec.capacity)
-
     def _limit(self, st: EvictingState) -> Array | int:
         assert st.pinned is not None
         prompts = jnp.sum(st.pinned[:, 0] & self._valid(st)[:, 0], axis=-1, dtype=jnp.int32)

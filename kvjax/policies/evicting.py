@@ -676,7 +676,7 @@ class Evicting(Policy):
 
     def _slots(self, spec: CacheSpec) -> int:
         """The number of slots."""
-        return min(self.budget, spec.capacity)
+        return self._share(spec.capacity)
 
     def _limit(self, st: EvictingState) -> Array | int:
         """The number of slots that a row may use; an array i32[B] if rows differ."""
@@ -770,8 +770,8 @@ class Evicting(Policy):
         )
 
     def _share(self, slots: int) -> int:
-        """The number of slots of a head that the evictor decides for."""
-        return slots
+        """How many of the slots of a head the evictor decides for: as many as it can fill."""
+        return min(int(self._most(slots)), slots)
 
     def _best(self, score: Array, eligible: Array, slots: int) -> Selection:
         """Selects the tokens to keep, [B, K, slots], by score f32[B, K, L] among the `eligible`
