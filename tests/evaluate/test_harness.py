@@ -16,7 +16,7 @@ pytest.importorskip(
     "lm_eval", reason="lm-evaluation-harness is not installed: pip install 'kvjax[harness]'"
 )
 
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
 
 from kvjax import models
 from kvjax.evaluate.harness import KvjaxLM
@@ -106,6 +106,8 @@ filter_list: [{{name: first, filter: [{{function: regex, regex_pattern: "^([0-9]
         bootstrap_iters=0,
     )
     assert results["results"]["local_keys"]["exact_match,first"] == 1.0
+    heads = make_table(results).partition("\n")[0]
+    assert re.findall(r"\w[\w-]*", heads)[:2] == ["Tasks", "Version"], heads
 
 
 def test_mmlu_is_scored_from_local_files(shipped: Checkpoint, tmp_path: Path) -> None:
