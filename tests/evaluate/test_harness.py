@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import jax
@@ -247,3 +248,43 @@ def test_settings_of_the_chat_template_reach_it(
     assert text.apply_chat_template(asked) == "Which key?[quiet]"
     with pytest.raises(ValueError, match=r"template quite: .* did you mean 'quiet'\?"):
         KvjaxLM(shipped, template="quite=true")
+
+
+def test_a_file_of_longbench_is_scored_as_the_harness_scores_it(
+    shipped: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt and the score are those of lm-evaluation-harness, with the task as in the guide."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    # The file of its scores imports these, which only Chinese, code and summaries need.
+    for name, has in (("jieba", ()), ("fuzzywuzzy", ("fuzz",)), ("rouge", ("Rouge",))):
+        module = ModuleType(name)
+        for one in has:
+            setattr(module, one, None)
+        monkeypatch.setitem(sys.modules, name, module)
+    (guide,) = re.findall(r"```yaml\n(include: .*?)```", GUIDES.read_text(), re.DOTALL)
+    guide = guide.replace("path/to/lm_eval", *lm_eval.__path__)
+    (tmp_path / "task.yaml").write_text(guide.replace("path/to", str(tmp_path)))
+
+    question = "What is the pass key? The pass key is "
+    context = "The pass key is 71432. Remember it."
+    asked = (
+        "Answer the question based on the given passage. Only give me the answer and do not output any other words. "
+        f"The following are some examples.\n\n{context}\n{question}"
+    )
+    model = KvjaxLM(shipped, "fier:budget=64", batch=2)
+    (said,) = model.generate_until(
+        [request(asked, {"until": ["\n"], "max_gen_toks": 32, "do_sample": False})]
+    )
+    assert said.startswith("71432")
+    answers = [["something else", said], ["nothing of this"]]
+    rows = [{"context": context, "question": question, "answers": given} for given in answers]
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    results = lm_eval.simple_evaluate(
+        model=model,
+        tasks=["triviaqa_local"],
+        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+        bootstrap_iters=0,
+    )
+    assert results["results"]["triviaqa_local"]["qa_f1_score,none"] == 0.5
