@@ -25,6 +25,7 @@ from kvjax.evaluate.board.groups import (
 from kvjax.evaluate.caches import check_rows, make_rows
 from kvjax.evaluate.costs import costs
 from kvjax.evaluate.curves import around, draw, evenly, ratios
+from kvjax.evaluate.store import Cell
 from kvjax.models.weights import read_settings
 from tests.checkpoint import write_checkpoint
 
@@ -165,6 +166,31 @@ def test_rows_of_a_summary_have_dense_layers_that_read_everything() -> None:
     wanted = counted("fier:budget=64,dense_layers=1", [1024.0, 64.0, 64.0])
     assert (fier.bytes_read, fier.bytes_held) == (wanted.read, wanted.held)
     assert gone.bytes_read is None, "nobody knows its policies"
+
+
+def test_tasks_whose_key_has_no_title_stay_apart_under_their_names() -> None:
+    batch = {
+        "examples": [{"id": "0", "score": 1.0}],
+        "attended_by_layer": [9.0] * LAYERS,
+        "steps": 1,
+        "seconds": 1.0,
+    }
+    cells = [
+        Cell(name, "F1", "full", {"task": {"file": "same"}}, {}, total=1, batches=[batch])
+        for name in ("quiz", "riddle")
+    ]
+    found = board.groups(board.rows_of(cells, {"full": presets.parse("full")}, SPEC, LAYERS))
+    assert [group.heading for group in found] == ["Quiz", "Riddle"]
+    score = {"budget": None, "dense_layers": None, "n": 1, "mean": 1.0, "low": 1.0, "high": 1.0}
+    result = {
+        "metric": "F1",
+        "task": {"file": "same"},
+        "caches": {"full": {**score, "tokens_read": 9.0}},
+    }
+    model = {"layers": LAYERS, "q_heads": 4, "kv_heads": 2, "head_dim": 64}
+    results = {"quiz": result, "riddle": result}
+    rows = board.rows_of_summary({"model": model, "dtype": "bfloat16", "results": results})
+    assert [row.task for row in rows] == ["quiz", "riddle"]
 
 
 def test_times_go_to_the_budget_and_length_that_were_timed() -> None:

@@ -50,7 +50,8 @@ class Group:
 
     @property
     def heading(self) -> str:
-        return self.title if self.length is None else f"{self.title}, {self.length} tokens"
+        title = self.title[:1].upper() + self.title[1:]
+        return title if self.length is None else f"{title}, {self.length} tokens"
 
     @property
     def name(self) -> str:

@@ -62,7 +62,7 @@ def rows_of(
         measured = score(cell)
         measured["budget"] = cell.budget
         measured["dense_layers"] = cell.head.get("dense_layers")
-        task = {**cell.key["task"], "metric": cell.metric}
+        task = {"title": cell.task, **cell.key["task"], "metric": cell.metric}
         sized = _Sized(policies.get(cell.cache), spec, layers)
         found.append(_row(cell.cache, task, measured, attended, sized))
     return found
@@ -85,8 +85,8 @@ def rows_of_summary(summary: Mapping[str, Any]) -> list[Row]:
         dtype=summary["dtype"],
     )
     found = []
-    for result in summary["results"].values():
-        task = {**result["task"], "metric": result["metric"]}
+    for name, result in summary["results"].items():
+        task = {"title": name, **result["task"], "metric": result["metric"]}
         everything = result["caches"].get("full", {}).get("tokens_read")
         for cache, measured in result["caches"].items():
             made = _named_policies(cache, measured)
@@ -121,7 +121,7 @@ def _row(
     """The row of a score, as `report.score` tells it."""
     length = task.get("length")
     spent = sized.costs(attended, length or max(1, round(max(attended))))
-    title = task.get("title", task.get("task", ""))
+    title = task["title"]
     if task.get("question", "decoded") != "decoded":
         title = f"{title}, question {task['question']}"
     return Row(
