@@ -22,6 +22,7 @@ from kvjax.evaluate.report import about, markdown_table
 from kvjax.evaluate.store import Cell
 
 FORMAT = 1
+NO_BREAK = "\u00a0"  # a space at which no line breaks
 LONG = 32768  # tokens past which the project itself has not measured quality
 
 
@@ -115,7 +116,7 @@ def _section(group: Group, steps: Sequence[Mapping[str, Any]]) -> tuple[str, dic
         return f"{head} Add `--cache full`, which the others are compared with.", {}
     drawn: dict[str, str] = {}
     parts = [
-        f"{head} Full attention reads {group.full.bytes_read / 1e6:.1f} MB a step and scores "
+        f"{head} Full attention reads {group.full.bytes_read / 1e6:.1f}{NO_BREAK}MB a step and scores "
         f"{group.full.mean:.2f}."
     ]
     for verb, cost in (("a step reads", of_reads), ("the cache holds", of_memory)):
@@ -123,7 +124,9 @@ def _section(group: Group, steps: Sequence[Mapping[str, Any]]) -> tuple[str, dic
         drawn[name] = picture(group, cost)
         parts.append(f"![{group.heading}: score by the bytes that {verb}]({name})")
         parts.append(f"Best score by the share of bytes that {verb}:")
-        parts.append(markdown_table(*equal_costs(group, cost)))
+        heads, lines = equal_costs(group, cost)
+        # On a phone, "30 %" would break into two lines.
+        parts.append(markdown_table([head.replace(" ", NO_BREAK) for head in heads], lines))
     for device, rows in dict.fromkeys((step["device"], step["batch"]) for step in steps):
         own = [step for step in steps if (step["device"], step["batch"]) == (device, rows)]
         if by_time(group, own):
