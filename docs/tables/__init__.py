@@ -60,7 +60,7 @@ TABLES: dict[str, Callable[[], str]] = {
         tpus.tpus,
         tpus.tpu_kernels,
         board.board_reads, board.board_holds, board.board_drafts, board.board_gsm8k, board.board_ruler,
-        board.board_perplexity, board.boards,
+        board.board_perplexity, board.board_smollm2, board.boards,
     )
 }  # fmt: skip
 TABLES |= {name: partial(commands.block, name) for name in commands.PAGES}

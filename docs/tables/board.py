@@ -151,9 +151,31 @@ def board_ruler() -> str:
 def _score_and_share(group: Group, name: str) -> list[str]:
     """A cache's score, and the share of bytes that it reads."""
     row = next((row for row in group.rows if row.cache == name), None)
-    if row is None or row.bytes_read is None or group.full is None or not group.full.bytes_read:
+    if row is None or group.full is None:
         return ["", ""]
-    return [f"{row.mean:.2f}", f"{100 * row.bytes_read / group.full.bytes_read:.0f} %"]
+    return [f"{row.mean:.2f}", _percent(row.bytes_read, group.full.bytes_read)]
+
+
+def board_smollm2() -> str:
+    """Pass keys found by the second model, by the shares of bytes, with the question decoded and
+    as the end of the prompt.
+    """
+    decoded, prefilled = groups(rows_of_summary(load_file("eval_smollm2")))
+    if decoded.full is None:
+        raise ValueError("eval_smollm2.json must have full attention; run its command again")
+    scores = {row.cache: f"{row.mean:.2f}" for row in prefilled.rows}
+    rows = []
+    for row in decoded.rows:
+        if row.bytes_read is None:  # its file of heads is not kept
+            continue
+        shares = [_percent(cost(row), cost(decoded.full)) for cost in (of_reads, of_memory)]
+        rows.append([f"`{row.cache}`", *shares, f"{row.mean:.2f}", scores.get(row.cache, "")])
+    return markdown(["cache", "read", "held", "decoded", "prefilled"], rows)
+
+
+def _percent(cost: float | None, whole: float | None) -> str:
+    """A cost as a share of that of full attention; empty where one of them is not known."""
+    return f"{100 * cost / whole:.0f} %" if cost is not None and whole else ""
 
 
 def board_perplexity() -> str:
