@@ -134,15 +134,15 @@ def test_bytes_a_token_are_those_of_the_arrays() -> None:
 
 def test_what_an_indexer_lacks_is_told() -> None:
     layer = kvjax.init_layer(Indexed(QSA(size=E)), SPEC)
-    q, k = jnp.zeros((2, 1, 24, 256)), jnp.zeros((2, 1, 2, 256))
-    index = Index(jnp.zeros((2, 1, 4, E)), jnp.zeros((2, 1, E)))
-    few = index._replace(q=jnp.zeros((2, 1, 3, E)))
+    q, k = np.zeros((2, 1, 24, 256), np.float32), np.zeros((2, 1, 2, 256), np.float32)
+    index = Index(np.zeros((2, 1, 4, E), np.float32), np.zeros((2, 1, E), np.float32))
+    few = index._replace(q=np.zeros((2, 1, 3, E), np.float32))
     other = kvjax.init_layer(Indexed(MSA(size=E)), SPEC)
     for verb in (kvjax.attention, kvjax.prefill, kvjax.decode):
         with pytest.raises(
             ValueError, match=r"call kvjax.contrib.indexed.attention with index="
         ):
-            verb(layer, q, k, k)
+            jax.eval_shape(verb, layer, q, k, k)
     with pytest.raises(ValueError, match="for a cache of Indexed, and this one is of Full"):
         indexed.attention(kvjax.init_layer(kvjax.Full(), SPEC), q, k, k, index=index)
     with pytest.raises(
@@ -155,8 +155,8 @@ def test_what_an_indexer_lacks_is_told() -> None:
 
 def test_a_call_leaves_the_policy_as_it_was() -> None:
     layer = kvjax.init_layer(Indexed(QSA(size=E)), SPEC)
-    q, k = jnp.zeros((2, 1, 24, 256)), jnp.zeros((2, 1, 2, 256))
-    index = Index(jnp.zeros((2, 1, 4, E)), jnp.zeros((2, 1, E)))
+    q, k = np.zeros((2, 1, 24, 256), np.float32), np.zeros((2, 1, 2, 256), np.float32)
+    index = Index(np.zeros((2, 1, 4, E), np.float32), np.zeros((2, 1, E), np.float32))
     _, after, _ = indexed.attention(layer, q, k, k, index=index)
     assert after.policy == layer.policy
     assert jax.tree.structure(after) == jax.tree.structure(layer)

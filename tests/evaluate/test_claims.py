@@ -280,8 +280,9 @@ def test_votes_by_other_centroids_are_those_of_numpy_and_by_default_those_of_par
         np.asarray(layer.q[:, 2], np.float32).reshape(B, K, G, D),
     )
     found = np.asarray(jax.jit(selector._votes)(ix, q))
+    turned = jax.jit(rotate, static_argnums=1)
     turn = (
-        (lambda x: np.asarray(rotate(jnp.asarray(x, jnp.float32), 0), np.float64))
+        (lambda x: np.asarray(turned(np.asarray(x, np.float32), 0), np.float64))
         if selector.seed == 0
         else np.float64
     )

@@ -2,7 +2,6 @@
 
 import importlib.util
 import inspect
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -30,7 +29,7 @@ CONFIG = models.DecoderConfig(
     windows=(6, None),
     initializer_range=0.25,
 )
-LENGTHS = jnp.array([12, 5, 1, 0])
+LENGTHS = np.array([12, 5, 1, 0], np.int32)
 B, T = 4, 12
 
 
@@ -41,12 +40,21 @@ def model():
 
 @pytest.fixture(scope="module")
 def tokens():
-    return jax.random.randint(jax.random.key(0), (B, 30), 0, CONFIG.vocab_size)
+    """Of numpy: a slice of an array of jax is a program."""
+    drawn = jax.random.randint(jax.random.key(0), (B, 30), 0, CONFIG.vocab_size)
+    return np.asarray(drawn)
 
 
-@partial(jax.jit, static_argnames=("last_logits", "first_chunk", "info", "steps"))
+call = jax.jit(
+    lambda model, tokens, cache, **settings: model(tokens, cache, **settings),
+    static_argnames=("last_logits", "first_chunk", "info", "steps"),
+)
+
+
 def run(model, tokens, cache=None, **settings):
-    return model(tokens, cache, **settings)
+    """The logits, as an array of numpy, and what else the model returns."""
+    logits, *rest = call(model, tokens, cache, **settings)
+    return np.asarray(logits), *rest
 
 
 def empty(model, capacity=32, batch=B):
@@ -72,7 +80,9 @@ def test_without_a_cache_it_is_the_plain_causal_model(model, tokens):
     assert none is None
     cached, _ = run(model, tokens[:, :T], empty(model), first_chunk=True)
     np.testing.assert_allclose(plain, cached, atol=1e-5)
-    changed, _ = run(model, tokens[:, :T].at[:, 7].set(0))
+    other = tokens[:, :T].copy()
+    other[:, 7] = 0
+    changed, _ = run(model, other)
     np.testing.assert_allclose(changed[:, :7], plain[:, :7], atol=1e-5)
     last, _ = run(model, tokens[:, :T], last_logits=True)
     np.testing.assert_allclose(last, plain[:, -1], atol=1e-5)
@@ -84,9 +94,9 @@ def test_chunks_and_single_tokens_give_the_logits_of_the_whole(model, tokens, cu
     """Ragged rows: row r holds its first r + 6 tokens after the prompt, then decodes to 20."""
     whole, _ = run(model, tokens[:, :20])
     cache, start = empty(model), 0
-    lengths = jnp.arange(6, 6 + B)
+    lengths = np.arange(6, 6 + B, dtype=np.int32)
     for end in cuts:
-        real = jnp.clip(lengths - start, 0, end - start)
+        real = np.clip(lengths - start, 0, end - start)
         logits, cache = run(
             model, tokens[:, start:end], cache, lengths=real, first_chunk=start == 0
         )
@@ -97,8 +107,9 @@ def test_chunks_and_single_tokens_give_the_logits_of_the_whole(model, tokens, cu
         start = end
     step = jax.jit(lambda model, cache, token: model(token, cache, last_logits=True))
     for i in range(8):
-        token = jnp.take_along_axis(tokens, lengths[:, None] + i, axis=1)
+        token = np.take_along_axis(tokens, lengths[:, None] + i, axis=1)
         logits, cache = step(model, cache, token)
+        logits = np.asarray(logits)
         for row, n in enumerate(lengths.tolist()):
             np.testing.assert_allclose(logits[row], whole[row, n + i], atol=2e-5)
 
@@ -112,7 +123,7 @@ def test_rows_ignore_each_other(model, tokens):
 
 
 def test_padding_tokens_do_not_matter_even_out_of_the_vocabulary(model, tokens):
-    padded = jnp.where(jnp.arange(T)[None] < LENGTHS[:, None], tokens[:, :T], 10**6)
+    padded = np.where(np.arange(T)[None] < LENGTHS[:, None], tokens[:, :T], 10**6)
     a, cache_a = run(model, tokens[:, :T], empty(model), lengths=LENGTHS, last_logits=True)
     b, cache_b = run(model, padded, empty(model), lengths=LENGTHS, last_logits=True)
     np.testing.assert_array_equal(a[:3], b[:3])
@@ -122,9 +133,9 @@ def test_padding_tokens_do_not_matter_even_out_of_the_vocabulary(model, tokens):
 
 def test_rows_that_are_not_active_store_nothing(model, tokens):
     _, cache = run(model, tokens[:, :T], empty(model), lengths=LENGTHS)
-    active = jnp.array([True, False, True, False])
+    active = np.array([True, False, True, False])
     logits, after = run(model, tokens[:, T : T + 1], cache, active=active, last_logits=True)
-    np.testing.assert_array_equal(after.length, LENGTHS + active.astype(jnp.int32))
+    np.testing.assert_array_equal(after.length, LENGTHS + active)
     every, _ = run(model, tokens[:, T : T + 1], cache, last_logits=True)
     np.testing.assert_allclose(logits[active], every[active], atol=1e-5)
     assert np.isfinite(np.asarray(logits)).all()
@@ -143,7 +154,7 @@ def test_several_steps_at_once_are_single_steps(model, tokens):
     ]  # the first layer has a sliding window, which a LogSparse block cannot serve
     cache = kvjax.init(policies, model.spec(B, 32), layers=2)
     _, cache = run(model, tokens[:, :T], cache, lengths=LENGTHS)
-    count = jnp.array([5, 3, 0, 4])
+    count = np.array([5, 3, 0, 4], np.int32)
     logits, together, infos = run(
         model, tokens[:, T : T + 5], cache, lengths=count, steps=True, info=True
     )
@@ -152,14 +163,16 @@ def test_several_steps_at_once_are_single_steps(model, tokens):
         want, single, seen = run(
             model, tokens[:, T + t][:, None], single, active=t < count, info=True
         )
-        active = np.asarray(t < count)
+        active = t < count
         np.testing.assert_allclose(logits[active, t], want[active, 0], atol=1e-4)
         for ours, theirs in zip(infos, seen, strict=True):
-            np.testing.assert_array_equal(ours.attended[t][active], theirs.attended[active])
+            np.testing.assert_array_equal(
+                np.asarray(ours.attended)[t, active], np.asarray(theirs.attended)[active]
+            )
     np.testing.assert_array_equal(together.length, single.length)
     back, (active, last) = (
         jax.jit(kvjax.rollback)(together, LENGTHS),
-        (jnp.ones(B, bool), tokens[:, :1]),
+        (np.ones(B, bool), tokens[:, :1]),
     )
     ahead, again = (run(model, last, c, active=active, info=True)[0] for c in (cache, back))
     np.testing.assert_allclose(again, ahead, atol=1e-4)
@@ -169,7 +182,7 @@ def test_info_tells_what_each_layer_attended_to(model, tokens):
     _, cache, infos = run(model, tokens[:, :T], empty(model), lengths=LENGTHS, info=True)
     assert infos == (None, None)
     _, _, infos = run(model, tokens[:, :1], cache, info=True)
-    wanted = np.tile(np.asarray(LENGTHS + 1)[:, None], (1, 2))
+    wanted = np.tile((LENGTHS + 1)[:, None], (1, 2))
     np.testing.assert_array_equal(infos[0].attended, np.minimum(wanted, 6))  # its window
     np.testing.assert_array_equal(infos[1].attended, wanted)
 
@@ -239,16 +252,16 @@ def test_rope_by_length_follows_the_row_alone(tokens):
     rows = tokens[:2, :T]
     alone, cache = run(model, rows[:1, :5], empty(model, batch=1), last_logits=True)
     beside, both = run(
-        model, rows[::-1], empty(model, batch=2), lengths=jnp.array([12, 5]), last_logits=True
+        model, rows[::-1], empty(model, batch=2), lengths=np.array([12, 5]), last_logits=True
     )
     np.testing.assert_allclose(beside[1], alone[0], atol=1e-5)
     np.testing.assert_array_equal(both.rotated_for, [12, 8])
     step, _ = run(model, rows[:1, 5:6], cache, last_logits=True)
     beside, _ = run(
         model,
-        jnp.tile(rows[:1, 5:6], (2, 1)),
+        np.tile(rows[:1, 5:6], (2, 1)),
         both,
-        active=jnp.array([False, True]),
+        active=np.array([False, True]),
         last_logits=True,
     )
     np.testing.assert_allclose(beside[1], step[0], atol=1e-5)
@@ -325,7 +338,7 @@ def test_bad_calls_say_what_is_wrong(model, tokens):
     for call, said in (
         (lambda: model(tokens[0]), r"integers \[B, T >= 1\], got int32\[30\]"),
         (lambda: model(tokens[:, :0]), r"got int32\[4, 0\]"),
-        (lambda: model(tokens.astype(jnp.float32)), "got float32"),
+        (lambda: model(tokens.astype(np.float32)), "got float32"),
         (
             lambda: model(tokens[:2, :3], cache),
             r"tokens has B=2 but the cache has B=4; tokens\[2, 3\]",
@@ -334,7 +347,7 @@ def test_bad_calls_say_what_is_wrong(model, tokens):
             lambda: model(tokens, kvjax.init(kvjax.Full(), model.spec(B, 32), layers=3)),
             "the cache has 3 layers but the model has 2",
         ),
-        (lambda: model(tokens, cache, active=jnp.ones(B, bool)), "active is for decode steps"),
+        (lambda: model(tokens, cache, active=np.ones(B, bool)), "active is for decode steps"),
         (
             lambda: models.Decoder(CONFIG, dtype=jnp.int8),
             "a model cannot have dtype int8; use one of bfloat16",

@@ -89,8 +89,7 @@ def test_the_smallest_budget_is_that_of_sink_and_local_window() -> None:
         replace(ZONES, budget=11)
 
 
-SPARSE: dict[str, Policy] = {
-    "retrieval": replace(ZONES, dense_below=50),
+SPARSE: dict[str, Policy] = {  # one that selects single tokens has rows in test_bounds.py
     "by pages": replace(
         ZONES,
         selector=kvjax.selectors.MinMaxPages(page=8),
