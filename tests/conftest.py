@@ -100,8 +100,10 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     a worker ran out of them after about 600 tests, and crashed with a segmentation fault while
     compiling. Some programs stay for equal ones: tests/compiled_once.py.
     """
-    if nextitem is None or item.path != nextitem.path or next(_ended) % 100 == 0:
+    hundredth = next(_ended) % 100 == 0
+    if hundredth or nextitem is None or item.path != nextitem.path:
         jax.clear_caches()
+    if hundredth:  # a fifth of a second
         gc.collect()
 
 
