@@ -27,7 +27,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128  # tokens of a tile
 GROUP = 32  # tokens that share a step and a zero
-BLOCK = LANES * GROUP  # tokens of a step of the grid: as many groups as lanes
+PART = LANES * GROUP  # tokens that are scored at once: as many groups as lanes
+PARTS = 4  # of a step of the grid, as fewer and larger copies take less
 HEADS = 8  # rows of a register
 WORD = 32  # channels
 TWOS = 0x40004000  # the bits that alone are the number 2, in both halves of a word
@@ -45,8 +46,8 @@ def unsupported(q: Any, bits: Any, step: Any) -> str | None:
         )
     if groups * GROUP != S:
         return f"the TPU's kernel score_1bit takes groups of {GROUP} tokens; got {S} tokens in {groups} groups"
-    if S < BLOCK or S % LANES:
-        return f"the TPU's kernel score_1bit takes {BLOCK} tokens or more, in tiles of {LANES}; got {S}"
+    if S < PART or S % LANES:
+        return f"the TPU's kernel score_1bit takes {PART} tokens or more, in tiles of {LANES}; got {S}"
     if step.dtype != jnp.dtype(jnp.bfloat16):
         return f"the TPU's kernel score_1bit takes scales in bf16; got {step.dtype}"
     return None
@@ -67,16 +68,17 @@ def score_1bit(
     padded = jnp.pad(q.astype(jnp.bfloat16), ((0, 0), (0, 0), (0, heads - G), (0, 0)))
     queries = jnp.tile(padded, (1, 1, HEADS // heads, 1))
 
-    of_groups = pl.BlockSpec((1, 1, BLOCK // GROUP, D), lambda b, k, i: (b, k, i, 0))
+    block = PART * min(PARTS, pl.cdiv(S, PART))
+    of_groups = pl.BlockSpec((1, 1, block // GROUP, D), lambda b, k, i: (b, k, i, 0))
 
     def of_tokens(size: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, 1, size, BLOCK), lambda b, k, i: (b, k, 0, i))
+        return pl.BlockSpec((1, 1, size, block), lambda b, k, i: (b, k, 0, i))
 
     # Arrays keep their four axes: XLA would reshape them within the branch of a flush before
     # this, which then returned a second copy.
     return pl.pallas_call(
         partial(_program, heads=heads),
-        grid=(B, K, pl.cdiv(S, BLOCK)),
+        grid=(B, K, pl.cdiv(S, block)),
         in_specs=[
             pl.BlockSpec((1, 1, HEADS, D), lambda b, k, i: (b, k, 0, 0)),
             of_tokens(D // 8),
@@ -88,8 +90,8 @@ def score_1bit(
         scratch_shapes=[
             pltpu.VMEM((D, D), jnp.bfloat16),
             pltpu.VMEM((HEADS, D), jnp.float32),
-            pltpu.VMEM((BLOCK // GROUP, D), jnp.float32),
-            pltpu.VMEM((2, D // WORD, BLOCK), jnp.int32),
+            pltpu.VMEM((LANES, D), jnp.float32),
+            pltpu.VMEM((2, D // WORD, PART), jnp.int32),
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary")
@@ -108,49 +110,58 @@ def _program(
     q_ref, bits_ref, step_ref, zero_ref, out_ref, order_ref, turned_ref, steps_ref, words_ref,
     *, heads: int
 ) -> None:  # fmt: skip
-    """Scores of one block of a row; queries [8, D] are the row's heads, twice if they are 4."""
-    groups, D = step_ref.shape[2:]
+    """Scores of one block of a row, part by part; queries [8, D] are the row's heads, twice if
+    they are 4."""
+    D = step_ref.shape[3]
     G = out_ref.shape[2]
     queries = q_ref[0, 0]
+    row = lax.broadcasted_iota(jnp.int32, (HEADS, LANES), 0)
+    lane = lax.broadcasted_iota(jnp.int32, (HEADS, LANES), 1)
+    own_group = lax.shift_right_logical(lane, 5)
 
     @pl.when(pl.program_id(2) == 0)
     def _of_row() -> None:
         order_ref[...] = _order_of_rows(D)
         turned_ref[...] = _product(queries, order_ref[...])
 
-    # Scores of keys without any bit, [8, groups].
-    step, zero = step_ref[0, 0], zero_ref[0, 0]
-    least = _product(queries, zero, transposed=True) - _product(queries, step, transposed=True)
+    def score_part(part: Array, carry: int) -> int:
+        # Scores of keys without any bit, [8, groups].
+        groups = pl.ds(pl.multiple_of(part * LANES, LANES), LANES)
+        step, zero = step_ref[0, 0, groups], zero_ref[0, 0, groups]
+        least = _product(queries, zero, transposed=True)
+        least -= _product(queries, step, transposed=True)
 
-    # Words, of which bit 7 to 14 and 23 to 30 are first those of channels 8 to 15 and 24 to 31.
-    steps_ref[...] = _product(step, order_ref[...])
-    words = pltpu.bitcast(bits_ref[0, 0], jnp.int32)
-    words_ref[0] = words
-    words_ref[1] = lax.shift_right_logical(words, 1)
+        # Words, of which bit 7 to 14 and 23 to 30 are first those of channels 8 to 15 and 24 to 31.
+        first_token = pl.multiple_of(part * PART, PART)
+        steps_ref[...] = _product(step, order_ref[...])
+        words = pltpu.bitcast(bits_ref[0, 0, :, pl.ds(first_token, PART)], jnp.int32)
+        words_ref[0] = words
+        words_ref[1] = lax.shift_right_logical(words, 1)
 
-    row = lax.broadcasted_iota(jnp.int32, (HEADS, LANES), 0)
-    lane = lax.broadcasted_iota(jnp.int32, (HEADS, LANES), 1)
-    own_group = lax.shift_right_logical(lane, 5)
+        def score_tile(tile: Array, carry: int) -> int:
+            tokens = pl.ds(pl.multiple_of(tile * LANES, LANES), LANES)
+            keys = []
+            for word in range(D // WORD):
+                for half, shift in enumerate((14 - row, 7 - row)):
+                    eight = jnp.broadcast_to(
+                        words_ref[half, word : word + 1, tokens], row.shape
+                    )
+                    keys.append(pltpu.bitcast((eight << shift) & TWOS, jnp.bfloat16))
 
-    def score_tile(tile: Array, carry: int) -> int:
-        tokens = pl.ds(pl.multiple_of(tile * LANES, LANES), LANES)
-        keys = []
-        for word in range(D // WORD):
-            for half, shift in enumerate((14 - row, 7 - row)):
-                eight = jnp.broadcast_to(words_ref[half, word : word + 1, tokens], row.shape)
-                keys.append(pltpu.bitcast((eight << shift) & TWOS, jnp.bfloat16))
+            first = tile * (LANES // GROUP)
+            steps = [steps_ref[pl.ds(first + i, 1)] for i in range(LANES // GROUP)]
+            weighed = _weighed(turned_ref[...], steps, heads).astype(jnp.bfloat16)
+            products = _product(weighed, jnp.concatenate(keys, axis=0))
 
-        first = tile * (LANES // GROUP)
-        steps = [steps_ref[pl.ds(first + i, 1)] for i in range(LANES // GROUP)]
-        weighed = _weighed(turned_ref[...], steps, heads).astype(jnp.bfloat16)
-        products = _product(weighed, jnp.concatenate(keys, axis=0))
+            base = jnp.take_along_axis(least, first + own_group, axis=1)
+            scores = _of_own_group(products, own_group, heads) + base
+            place = pl.multiple_of(first_token + tile * LANES, LANES)
+            out_ref[0, 0, :, pl.ds(place, LANES)] = scores[:G]
+            return carry
 
-        base = jnp.take_along_axis(least, first + own_group, axis=1)
-        scores = _of_own_group(products, own_group, heads) + base
-        out_ref[0, 0, :, tokens] = scores[:G]
-        return carry
+        return lax.fori_loop(0, PART // LANES, score_tile, carry, unroll=True)
 
-    lax.fori_loop(0, groups * GROUP // LANES, score_tile, 0, unroll=True)
+    lax.fori_loop(0, out_ref.shape[3] // PART, score_part, 0)
 
 
 def _order_of_rows(D: int) -> Array:
