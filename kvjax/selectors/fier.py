@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from kvjax import ops
 from kvjax.numerics.blocks import write
 from kvjax.numerics.partial import Logits
+from kvjax.numerics.platforms import for_tpu
 from kvjax.numerics.quant import OneBit, quantize_1bit
 from kvjax.numerics.selection import (
     GROUP_REDUCES,
@@ -103,10 +105,26 @@ class Fier(Selector):
         scores = ops.score_1bit(q, ix, logits=logits)
         if self.page == 1:
             return scores
+        return for_tpu(self._of_windows, self._of_pages, scores)
+
+    def _of_pages(self, scores: Array) -> Array:
+        """Scores [B, K, G, S / page] of pages."""
         pages = scores.reshape(*scores.shape[:3], -1, self.page)
         return (
             jnp.mean(pages, axis=-1) if self.page_reduce == "mean" else jnp.max(pages, axis=-1)
         )
+
+    def _of_windows(self, scores: Array) -> Array:
+        """`_of_pages` without an axis of its own for the tokens of a page, which a TPU would pad
+        to 128 places."""
+        window = (1, 1, 1, self.page)
+
+        def reduced(first: float, combine: Callable[[Array, Array], Array]) -> Array:
+            return lax.reduce_window(scores, first, combine, window, window, "VALID")
+
+        if self.page_reduce == "mean":
+            return reduced(0.0, lax.add) / self.page
+        return reduced(-jnp.inf, lax.max)
 
     def with_pending(self, candidates: Candidates, q: Array) -> Candidates:
         """A pending page is scored by its exact keys so far: by the best of them, or by their

@@ -13,6 +13,7 @@ from kvjax.numerics.partial import Logits
 from kvjax.numerics.rotate import encode
 from kvjax.numerics.selection import Selection
 from kvjax.ops import attend, select
+from kvjax.selectors.fier import Fier
 
 
 @given(
@@ -139,3 +140,13 @@ def test_estimates_of_all_keys_are_those_of_the_listed(tokens: int, listed: int)
         for form in (select._rerank_all, select._rerank_blocks)
     )
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("reduce", ["max", "mean"])
+@pytest.mark.parametrize("page", [2, 32])
+def test_pages_reduced_by_windows_are_those_of_an_axis(page: int, reduce) -> None:
+    scores = jnp.asarray(np.random.default_rng(0).normal(size=(2, 1, 3, 6 * page)), jnp.float32)
+    scores = scores.at[:, :, :, : 2 * page].set(-jnp.inf).at[0, 0, 0, -1].set(jnp.nan)
+    selector = Fier(page=page, page_reduce=reduce)
+    got, want = selector._of_windows(scores), selector._of_pages(scores)
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
