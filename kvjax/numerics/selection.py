@@ -338,6 +338,12 @@ def in_order(numbers: Array) -> Array:
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
+def of_order(keys: Array) -> Array:
+    """The f32 numbers of which `in_order` makes keys u32."""
+    bits = jnp.where(keys >> 31 == 1, keys & jnp.uint32((1 << 31) - 1), ~keys)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
 def split_selection(
     selection: Selection | PackedSelection, slots: int
 ) -> tuple[Selection, Selection]:

@@ -28,6 +28,7 @@ from kvjax.numerics.selection import (
     join_lists,
     join_steps,
     no_kernel_for,
+    of_order,
     pack,
     reduce_scores,
     split_steps,
@@ -319,8 +320,11 @@ def _top_by_places(ranked: Array, k: int) -> Sequence[Array]:
     ranked = ranked.reshape(-1, U)
     keys = in_order(ranked)
     slots = _slots_of_top(keys, _least_of_top(keys, k), k)
-    best, order = lax.top_k(jnp.take_along_axis(ranked, slots, axis=1), k)
-    return [a.reshape(*lead, k) for a in (best, jnp.take_along_axis(slots, order, axis=1))]
+    # Slots are in order, and stay so where values are equal. They are sorted along with those:
+    # to gather them by the values' order would take one more DMA for each.
+    falling = ~jnp.take_along_axis(keys, slots, axis=1)
+    falling, slots = lax.sort((falling, slots), dimension=1, is_stable=True, num_keys=1)
+    return [a.reshape(*lead, k) for a in (of_order(~falling), slots)]
 
 
 def _least_of_top(keys: Array, k: int) -> Array:
