@@ -21,7 +21,7 @@ from kvjax.numerics.platforms import for_tpu
 from kvjax.numerics.selection import PackedSelection, Selection, membership, split_selection
 from kvjax.numerics.types import Float
 from kvjax.ops import kernels
-from kvjax.ops.op import Implementation, op
+from kvjax.ops.op import Implementation, OnTpu, op
 
 
 def _attend_span_mosaic(a: Any) -> Any:
@@ -80,6 +80,22 @@ def attend_span(
             a.q, a.k, a.v, *a.selection, scale=a.logits.scale, cap=a.logits.cap
         )
     ),
+    on_tpu=OnTpu(
+        limit=lambda a: kernels.tpu.attend_pages.unsupported(
+            a.q, a.k, a.v, a.selection.slots, a.together
+        ),
+        mosaic=lambda a: PartialAttention(
+            *kernels.tpu.attend_pages.attend_pages(
+                a.q,
+                a.k,
+                a.v,
+                *a.selection,
+                together=a.together,
+                scale=a.logits.scale,
+                cap=a.logits.cap,
+            )
+        ),
+    ),
 )
 def attend_slots(
     q: Float[Array, "B K G D"],
@@ -95,7 +111,7 @@ def attend_slots(
     PartialAttention over Q = G.
 
     `implementation`: see `explain`. The kernel gathers and attends at once; its products read q
-    in the dtype of k. `together`: see `gather_slots`.
+    in the dtype of k. `together`: see `gather_slots`; the kernel for TPUs reads whole pages.
     """
     kg, vg = gather_slots(k, v, selection, together=together)
     return attend_gathered(q, kg, vg, selection, logits=logits)

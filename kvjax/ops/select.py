@@ -120,6 +120,10 @@ def _score_blocks(q: Array, keys: OneBit, *, logits: Logits) -> Array:
     mosaic=lambda a: kernels.score_pages.score_pages(
         a.q, a.low, a.high, scale=a.logits.uncapped
     ),
+    on_tpu=OnTpu(
+        limit=lambda a: kernels.tpu.score_pages.unsupported(a.q, a.low, a.high),
+        mosaic=lambda a: a.logits.of(kernels.tpu.score_pages.score_pages(a.q, a.low, a.high)),
+    ),
 )
 def score_pages(
     q: Float[Array, "B K G D"],

@@ -9,10 +9,11 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from kvjax import ops
-from kvjax.kernels_pallas.tpu import score_1bit
+from kvjax.kernels_pallas.tpu import attend_pages, score_1bit, score_pages
 from kvjax.numerics import platforms
 from kvjax.numerics.partial import Logits
 from kvjax.numerics.quant import OneBit, quantize_1bit
+from kvjax.numerics.selection import Selection
 from kvjax.ops.op import _forms
 from kvjax.ops.partitioned import on_one_device
 
@@ -49,6 +50,7 @@ def error_allowed(q: jax.Array, keys: OneBit) -> np.ndarray:
     [
         (1, 1, 4, 4096, 128, "random", STRICT),
         (2, 1, 3, 4096 + 128, 128, "random", True),
+        (1, 1, 2, 5 * 4096 + 256, 128, "random", True),
         (1, 2, 8, 4096, 128, "channels of many sizes", True),
         (1, 1, 1, 4096, 128, "far from zero", True),
         pytest.param(1, 1, 1, 4096, 256, "random", True, marks=pytest.mark.thorough),
@@ -112,6 +114,190 @@ def test_limits_are_named(q, bits, step, why) -> None:
         score_1bit.score_1bit(*shapes)
 
 
+# -------------------------------------------------------------------------------------- pages
+
+
+def boxes_of(kind: str, rows: tuple[int, int], pages: int, D: int) -> list[jax.Array]:
+    """Corners bf16[B, K, P, D] of pages of four keys each."""
+    keys = keys_of(kind, rows, 4 * pages, D).reshape(*rows, pages, 4, D)
+    return [jnp.asarray(a, jnp.bfloat16) for a in (keys.min(axis=3), keys.max(axis=3))]
+
+
+@pytest.mark.parametrize(
+    ("B", "K", "G", "P", "D", "kind", "interpret"),
+    [
+        (1, 1, 4, 128, 128, "random", STRICT),
+        (2, 1, 3, 300, 128, "random", True),
+        (1, 2, 8, 2048 + 128, 128, "channels of many sizes", True),
+        (1, 1, 1, 2048 + 130, 256, "far from zero", True),
+        (1, 1, 5, 256, 128, "huge", True),
+        (1, 1, 4, 256, 128, "tiny", True),
+        (1, 1, 2, 256, 128, "equal", True),
+    ],
+)
+def test_scores_of_pages_equal_the_reference(B, K, G, P, D, kind, interpret) -> None:
+    low, high = boxes_of(kind, (B, K), P, D)
+    q = jax.random.normal(jax.random.key(1), (B, K, G, D), jnp.bfloat16)
+    want = ops.score_pages(q, low, high, logits=Logits(1.0), implementation="xla")
+    got = score_pages.score_pages(q, low, high, interpret=interpret)
+    assert (got.shape, got.dtype) == (want.shape, want.dtype)
+    # Products of bf16 are exact; only the order of sums differs.
+    largest = jnp.maximum(jnp.abs(low), jnp.abs(high)).astype(jnp.float32)
+    sizes = jnp.einsum("bkgd,bkpd->bkgp", jnp.abs(q).astype(jnp.float32), largest)
+    assert (np.abs(np.asarray(got) - np.asarray(want)) <= 2.0**-18 * sizes + 1e-30).all()
+
+
+def test_pages_with_equal_boxes_tie() -> None:
+    low, high = (jnp.tile(a, (1, 1, 150, 1)) for a in boxes_of("random", (1, 1), 2, 128))
+    q = jax.random.normal(jax.random.key(1), (1, 1, 4, 128), jnp.bfloat16)
+    got = np.asarray(score_pages.score_pages(q, low, high, interpret=True))
+    np.testing.assert_array_equal(got, np.tile(got[..., :2], 150))
+
+
+def test_boxes_of_nan_leave_the_scores_of_other_pages() -> None:
+    corners = boxes_of("random", (1, 1), 300, 128)
+    q = jax.random.normal(jax.random.key(1), (1, 1, 4, 128), jnp.bfloat16)
+    past = jnp.arange(300)[:, None] >= 70
+    poisoned = [jnp.where(past, jnp.nan, a) for a in corners]
+    run = partial(score_pages.score_pages, interpret=True)
+    got, want = run(q, *poisoned), run(q, *corners)
+    np.testing.assert_array_equal(got[..., :70], want[..., :70])
+    assert np.isnan(got[..., 70:]).all()
+
+
+@pytest.mark.parametrize(
+    ("q", "corners", "dtype", "why"),
+    [
+        ((1, 1, 4, 64), (1, 1, 128, 64), jnp.bfloat16, "head sizes"),
+        ((1, 1, 9, 128), (1, 1, 128, 128), jnp.bfloat16, "query heads"),
+        ((1, 1, 4, 128), (1, 1, 127, 128), jnp.bfloat16, "128 pages or more"),
+        ((1, 1, 4, 128), (1, 1, 128, 128), jnp.float16, "in bf16"),
+    ],
+)
+def test_limits_of_score_pages_are_named(q, corners, dtype, why) -> None:
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape in (q, corners, corners)]
+    with pytest.raises(NotImplementedError, match=why):
+        score_pages.score_pages(*shapes)
+
+
+PAGE = 16
+
+
+def chosen(lead: tuple[int, ...], of: int, pages: int, page: int = PAGE) -> np.ndarray:
+    """Slots i32[*lead, pages * page] of `pages` different pages of `of`."""
+    rng = np.random.default_rng(1)
+    lists = [rng.permutation(of)[:pages] for _ in range(int(np.prod(lead)))]
+    first = np.array(lists).reshape(*lead, pages, 1) * page
+    return (first + np.arange(page)).reshape(*lead, -1).astype(np.int32)
+
+
+def attend_exactly(q, k, v, slots, valid, logits: Logits) -> tuple[np.ndarray, ...]:
+    """Output and lse in f64, list by list, and the largest error that rounding weights to bf16
+    allows."""
+    B, K, G, _ = q.shape
+    H = slots.shape[2]
+    out = np.zeros((B, K, G, v.shape[3]))
+    sizes = np.zeros_like(out)
+    lse = np.full((B, K, G), -np.inf)
+    for b, h, g in np.ndindex(B, K, G):
+        own = slots[b, h, g // (G // H)][valid[b, h, g // (G // H)]]
+        if own.size:
+            keys, values = (np.asarray(a[b, h, own], np.float64) for a in (k, v))
+            products = keys @ np.asarray(q[b, h, g], np.float64)
+            scores = np.asarray(logits.of(jnp.asarray(products, jnp.float32)), np.float64)
+            weights = np.exp(scores - scores.max())
+            lse[b, h, g] = np.log(weights.sum()) + scores.max()
+            out[b, h, g] = weights @ values / weights.sum()
+            sizes[b, h, g] = weights @ np.abs(values) / weights.sum()
+    return out, lse, 2.0**-8 * sizes
+
+
+CASES = ["random", "equal keys", "huge scores", "ragged", "one token", "none", "far apart"]
+
+
+@pytest.mark.parametrize("interpret", [True, pytest.param(STRICT, id="strict")])
+@pytest.mark.parametrize("case", CASES)
+def test_attention_over_pages_is_exact(case: str, interpret) -> None:
+    """Slots that are not valid hold NaN; a list may have any of its slots valid, or none."""
+    rng = np.random.default_rng(0)
+    B, K, G, H, pages = 2, 2, 4, (2 if case == "ragged" else 1), 5
+    q = jnp.asarray(rng.normal(size=(B, K, G, 128)), jnp.bfloat16)
+    k, v = (rng.normal(size=(B, K, 12 * PAGE, size)) for size in (128, 256))
+    slots = chosen((B, K, H), 12, pages)
+    valid = np.ones(slots.shape, bool)
+    if case == "equal keys":
+        k[:] = 0.5
+    if case == "huge scores":
+        k *= 1e4
+    if case == "ragged":
+        valid = rng.random(slots.shape) < 0.6
+        valid[1, 0] = False
+    if case == "one token":
+        valid = np.arange(slots.shape[3]) == np.array([[[3]], [[40]]])[:, :, :, None]
+        valid = np.broadcast_to(valid, slots.shape)
+    if case == "none":
+        valid = np.zeros(slots.shape, bool)
+    if case == "far apart":
+        k *= np.exp(3 * rng.normal(size=(B, K, 12 * PAGE, 1)))
+    for b, h in np.ndindex(B, K):
+        kept = np.unique(slots[b, h][valid[b, h]])
+        others = np.setdiff1d(np.arange(12 * PAGE), kept)
+        k[b, h, others] = np.nan
+        v[b, h, others] = np.nan
+    k, v = (jnp.asarray(a, jnp.bfloat16) for a in (k, v))
+
+    logits = Logits(0.1, cap=5.0 if case == "random" else None)
+    got_out, got_lse = attend_pages.attend_pages(
+        q,
+        k,
+        v,
+        jnp.asarray(slots),
+        jnp.asarray(valid),
+        together=PAGE,
+        scale=logits.scale,
+        cap=logits.cap,
+        interpret=interpret,
+    )
+    out, lse, allowed = attend_exactly(q, k, v, slots, valid, logits)
+    np.testing.assert_allclose(got_lse, lse, rtol=1e-5, atol=1e-4)
+    assert (np.abs(np.asarray(got_out) - out) <= allowed + 1e-6).all()
+
+
+def test_pages_out_of_range_are_clipped_as_slots_are() -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, 1, n, 128)), jnp.bfloat16) for n in (4, 96, 96))
+    slots = jnp.asarray(np.concatenate([np.arange(32, 48), np.arange(960, 976)]), jnp.int32)
+    selection = Selection(slots.reshape(1, 1, 1, 32), jnp.ones((1, 1, 1, 32), bool))
+    out, lse = attend_pages.attend_pages(
+        q, k, v, *selection, together=PAGE, scale=LOGITS.scale, interpret=True
+    )
+    last = jnp.where(slots >= 96, slots - 960 + 80, slots).reshape(1, 1, 1, 32)
+    want = ops.attend_slots(
+        q, k, v, Selection(last, selection.valid), logits=LOGITS, implementation="xla"
+    )
+    np.testing.assert_allclose(lse, want.lse, rtol=1e-5)
+    np.testing.assert_allclose(out, want.out, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("D", "G", "S", "M", "together", "dtype", "why"),
+    [
+        (64, 4, 96, 32, 16, jnp.bfloat16, "head sizes"),
+        (128, 9, 96, 32, 16, jnp.bfloat16, "query heads"),
+        (128, 4, 96, 32, 1, jnp.bfloat16, "whole pages"),
+        (128, 4, 96, 40, 16, jnp.bfloat16, "whole pages"),
+        (128, 4, 100, 32, 16, jnp.bfloat16, "whole pages"),
+        (128, 4, 96, 32, 16, jnp.float16, "in bf16"),
+        (128, 4, 65536, 32768, 16, jnp.bfloat16, "fast memory twice"),
+    ],
+)
+def test_limits_of_attend_pages_are_named(D, G, S, M, together, dtype, why) -> None:
+    q, k, v = (jax.ShapeDtypeStruct((1, 1, n, D), dtype) for n in (G, S, S))
+    slots, valid = (jax.ShapeDtypeStruct((1, 1, 1, M), dtype) for dtype in (jnp.int32, bool))
+    with pytest.raises(NotImplementedError, match=why):
+        attend_pages.attend_pages(q, k, v, slots, valid, together=together, scale=0.1)
+
+
 # ----------------------------------------------------------------------------------- dispatch
 
 
@@ -141,6 +327,29 @@ def test_only_a_program_for_a_tpu_has_the_kernel(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(platforms, "reaches_tpus", lambda: True)
     assert "tpu_custom_call" in program("tpu")
     assert "custom_call" not in program("cpu")
+
+
+def test_pages_are_scored_and_read_by_kernels_only_in_a_program_for_a_tpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(platforms, "reaches_tpus", lambda: True)
+    q = jax.ShapeDtypeStruct((1, 1, 4, 128), jnp.bfloat16)
+    stored = jax.ShapeDtypeStruct((1, 1, 4096, 128), jnp.bfloat16)
+    corners = jax.ShapeDtypeStruct((1, 1, 256, 128), jnp.bfloat16)
+    slots, valid = (jax.ShapeDtypeStruct((1, 1, 1, 64), dtype) for dtype in (jnp.int32, bool))
+
+    def text(platform: str, together: int) -> str:
+        def run(q, k, v, selection, low, high):
+            scores = ops.score_pages(q, low, high, logits=LOGITS)
+            part = ops.attend_slots(q, k, v, selection, logits=LOGITS, together=together)
+            return scores, part
+
+        args = q, stored, stored, Selection(slots, valid), corners, corners
+        return jax.jit(run).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+
+    assert text("tpu", PAGE).count("tpu_custom_call") == 2
+    assert text("tpu", 1).count("tpu_custom_call") == 1  # single tokens are gathered
+    assert "custom_call" not in text("cpu", PAGE)
 
 
 def test_a_reference_that_is_asked_for_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
