@@ -64,7 +64,7 @@ from benchmarks.tpu_moves import BANDWIDTH, CLOCK, bytes_of, derived_us, kernel_
 from benchmarks.tpu_program import Program, cache_sized_copies
 from kvjax import presets
 from kvjax.evaluate.provenance import provenance
-from kvjax.kernels_pallas.tpu import score_1bit
+from kvjax.kernels_pallas.tpu import attend_pages, score_1bit, score_pages
 
 CHIPS = {
     "v5e": "v5e:2x2",
@@ -91,6 +91,7 @@ class Row:
     dmas: int
     sparsecore_dmas: int
     us: float  # derived
+    cache: int  # bytes of the arrays that grow with the capacity
     temp: int
     copies: list[str]  # shapes with layouts
     compile_s: float
@@ -234,6 +235,7 @@ def measure(
         dmas=slices + sum(moves.dmas for moves in kernels.values()),
         sparsecore_dmas=on_sparsecore,
         us=round(us, 1),
+        cache=sum(leaf.size * leaf.dtype.itemsize for leaf in cache),
         temp=temp,
         copies=copies,
         compile_s=round(seconds, 1),
@@ -264,15 +266,57 @@ class KernelRow:
     chip: str
     name: str
     shapes: str
-    bundles: int  # of the whole kernel, most of them of a step of its grid
+    bundles: int  # of a step of the grid
     steps: int
     bytes: int
     us: float | None  # of the bundles; None where the clock is not known
     us_of_bytes: float
 
 
+@dataclass(frozen=True)
+class KernelProgram:
+    """A kernel with shapes as a step of a long cache has them."""
+
+    run: Callable[..., Any]
+    args: tuple[Any, ...]
+    shapes: str
+    rounds: int = 1  # of the loop that makes up a step of its grid; its code is counted once
+
+
+def kernel_programs(capacity: int) -> dict[str, KernelProgram]:
+    """Kernels for eight heads with four query heads each."""
+
+    def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((1, 8, *shape), dtype)
+
+    q = array(4, 128)
+    groups = array(capacity // 32, 128)
+    corners = array(capacity // 16, 128)
+    stored = array(capacity, 128)
+    selection = (array(1, BUDGET, dtype=dtype) for dtype in (jnp.int32, jnp.bool_))
+    heads = "8 kv heads of 128, 4 query heads each"
+    return {
+        "score_1bit": KernelProgram(
+            score_1bit.score_1bit,
+            (q, array(capacity, 16, dtype=jnp.uint8), groups, groups),
+            f"{capacity} tokens, {heads}",
+            rounds=min(score_1bit.PARTS, capacity // score_1bit.PART),
+        ),
+        "score_pages": KernelProgram(
+            score_pages.score_pages,
+            (q, corners, corners),
+            f"{capacity // 16} pages, {heads}",
+        ),
+        "attend_pages": KernelProgram(
+            partial(attend_pages.attend_pages, together=16, scale=128**-0.5),
+            (q, stored, stored, *selection),
+            f"{BUDGET // 16} pages of 16 tokens, {heads}",
+        ),
+    }
+
+
 def kernel_rows(chips: Sequence[str], capacity: int) -> Iterator[KernelRow]:
-    """Compiles each kernel by itself, with a dump of its final bundles."""
+    """Compiles each kernel, with a dump of its final bundles."""
     for chip in chips:
         with tempfile.TemporaryDirectory() as folder:
             program = [sys.executable, "-m", "benchmarks.tpu"]
@@ -280,29 +324,18 @@ def kernel_rows(chips: Sequence[str], capacity: int) -> Iterator[KernelRow]:
             flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
             environment = {**os.environ, "LIBTPU_INIT_ARGS": flags}
             subprocess.run([*command, "--capacity", str(capacity)], check=True, env=environment)
-            yield kernel_row(chip, capacity, Path(folder))
+            for name, program_of_kernel in kernel_programs(capacity).items():
+                yield kernel_row(chip, name, program_of_kernel, Path(folder))
 
 
-def score_1bit_program(capacity: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """FIER's scores of eight heads with four query heads each."""
-
-    def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((1, 8, *shape), dtype)
-
-    groups = array(capacity // 32, 128)
-    bits = array(capacity, 16, dtype=jnp.uint8)
-    return score_1bit.score_1bit, (array(4, 128), bits, groups, groups)
-
-
-def kernel_row(chip: str, capacity: int, dump: Path) -> KernelRow:
-    run, args = score_1bit_program(capacity)
-    (moves,) = kernel_moves(jax.make_jaxpr(run)(*args).jaxpr).values()
-    bundles = bundles_of("score_1bit", dump)
+def kernel_row(chip: str, name: str, program: KernelProgram, dump: Path) -> KernelRow:
+    (moves,) = kernel_moves(jax.make_jaxpr(program.run)(*program.args).jaxpr).values()
+    bundles = bundles_of(name, dump) * program.rounds
     clock = CLOCK.get(chip)
     return KernelRow(
         chip=chip,
-        name="score_1bit",
-        shapes=f"{capacity} tokens, 8 kv heads of 128, 4 query heads each",
+        name=name,
+        shapes=program.shapes,
         bundles=bundles,
         steps=moves.steps,
         bytes=moves.bytes,
@@ -392,7 +425,8 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--kernel-into", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(args)
     if given.kernel_into is not None:
-        compile_for(device_of(given.chips[0]), *score_1bit_program(given.capacity))
+        for program in kernel_programs(given.capacity).values():
+            compile_for(device_of(given.chips[0]), program.run, program.args)
         return
     if given.kernels:
         found = [asdict(row) for row in kernel_rows(given.chips, given.capacity)]

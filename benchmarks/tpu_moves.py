@@ -107,7 +107,10 @@ def _of_kernel(eqn: Any) -> Moves:
 def _of_block(block: Any, grid: tuple[int, ...]) -> Moves:
     """The copies of one operand or result; blocks past the end of an array are cut."""
     steps = np.stack(np.unravel_index(np.arange(prod(grid)), grid), axis=1).astype(np.int32)
-    place = jax.vmap(jaxpr_as_fun(block.index_map_jaxpr))(*jnp.asarray(steps).T)
+    index_map = jaxpr_as_fun(block.index_map_jaxpr)
+    # Data that are known ahead follow the place in the grid; no map of ours reads them.
+    ahead = [0] * (len(block.index_map_jaxpr.in_avals) - len(grid))
+    place = jax.vmap(lambda *at: index_map(*at, *ahead))(*jnp.asarray(steps).T)
     places = np.stack([np.broadcast_to(one, len(steps)) for one in place], axis=1)
     moved = np.ones(len(places), bool)
     moved[1:] = (places[1:] != places[:-1]).any(axis=1)

@@ -196,14 +196,31 @@ def test_only_what_a_tpu_runs_is_counted() -> None:
     assert moves(elsewhere, *args) == Moves()
 
 
-def test_fiers_scores_move_what_their_kernel_says() -> None:
-    run, shapes = tpu.score_1bit_program(8192)
-    D, g, G, rows, tokens = 128, 32, 4, 8, 8192
-    of_tokens = rows * tokens * (D // 8 + 4 * D // g + 4 * G)
+def test_kernels_move_what_their_docstrings_say() -> None:
+    D, G, rows, tokens = 128, 4, 8, 32768
     queries = rows * 8 * D * 2
-    found = moves(run, *shapes)
-    assert found.bytes == of_tokens + queries
-    assert found.steps == rows * tokens // 4096
+    found = {
+        name: moves(program.run, *program.args)
+        for name, program in tpu.kernel_programs(tokens).items()
+    }
+
+    of_tokens = rows * tokens * (D // 8 + 4 * D // 32 + 4 * G)
+    assert found["score_1bit"].bytes == of_tokens + queries
+    assert found["score_1bit"].steps == rows * tokens // (4 * 4096)
+
+    pages = tokens // 16
+    assert found["score_pages"].bytes == rows * pages * (4 * D + 4 * G) + queries
+    assert found["score_pages"].steps == rows * pages // 2048
+
+    selected = 2048
+    flags = rows * selected * 4
+    results = rows * 8 * (D + 128) * 4
+    attended = rows * selected * 4 * D
+    assert found["attend_pages"].bytes == attended + flags + queries + results
+    own = 2 * rows * selected // 16
+    assert (
+        found["attend_pages"].dmas == own + 4 * rows
+    )  # those of two operands and results, too
 
 
 GATHERS = """HloModule step
