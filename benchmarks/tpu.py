@@ -71,6 +71,9 @@ CHIPS = {
     "v6e": "v6e:2x2",
     "tpu7x": "tpu7x:2x2x1",
 }  # a name, and its smallest topology
+# What a user passes to `jax.jit(..., compiler_options=...)`. On a v6e the compiler leaves gathers to
+# the TensorCore unless it is asked; on a TPU7x it gives long ones to the SparseCores by itself.
+OPTIONS = {"v6e": {"xla_tpu_offload_gather_to_sparsecore": True}}
 BUDGET = 2048
 DENSE = "dense by hand"
 STEPS = 8  # tokens of a step of several
@@ -175,17 +178,18 @@ def dense_program(spec: kvjax.CacheSpec) -> tuple[Callable[..., Any], tuple[Any,
 
 
 def compile_for(
-    device: Any, run: Callable[..., Any], args: tuple[Any, ...], donated: tuple[int, ...] = ()
+    chip: str, run: Callable[..., Any], args: tuple[Any, ...], donated: tuple[int, ...] = ()
 ) -> tuple[Any, Any, float]:
     """The compiled program, its jaxpr, and the CPU seconds that compiling took."""
-    sharding = SingleDeviceSharding(device)
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip])
+    sharding = SingleDeviceSharding(topology.devices[0])
     args = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args
     )
     traced = jax.jit(run, donate_argnums=donated).trace(*args)
     lowered = traced.lower(lowering_platforms=("tpu",))
     start = time.process_time()
-    compiled = lowered.compile()
+    compiled = lowered.compile(compiler_options=OPTIONS.get(chip))
     return compiled, traced.jaxpr.jaxpr, time.process_time() - start
 
 
@@ -199,7 +203,7 @@ def measure(
     donated: tuple[int, ...],
     hlo: Path | None,
 ) -> Row:
-    compiled, jaxpr, seconds = compile_for(device_of(chip), run, args, donated)
+    compiled, jaxpr, seconds = compile_for(chip, run, args, donated)
     text = compiled.as_text()
     if hlo is not None:
         hlo.mkdir(parents=True, exist_ok=True)
@@ -241,10 +245,6 @@ def measure(
         compile_s=round(seconds, 1),
         faults=faults,
     )
-
-
-def device_of(chip: str) -> Any:
-    return topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip]).devices[0]
 
 
 # ------------------------------------------------------------------------------------------------------------- kernels
@@ -426,7 +426,7 @@ def main(args: Sequence[str] | None = None) -> None:
     given = parser.parse_args(args)
     if given.kernel_into is not None:
         for program in kernel_programs(given.capacity).values():
-            compile_for(device_of(given.chips[0]), program.run, program.args)
+            compile_for(given.chips[0], program.run, program.args)
         return
     if given.kernels:
         found = [asdict(row) for row in kernel_rows(given.chips, given.capacity)]
