@@ -631,7 +631,7 @@ class _Rounds:
         draw = self.draw_after(s)
         token = draw(s.logits, jnp.zeros((s.logits.shape[0], 1), jnp.int32), 0)
         return Round(
-            model=self.model,
+            model=self.model.module if isinstance(self.model, Flat) else self.model,
             cache=s.cache,
             token=jnp.where(active, token, 0),
             active=active,

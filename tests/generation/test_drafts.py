@@ -19,6 +19,7 @@ from kvjax.generation.drafts import (
     Speculation,
     _LookupDrafter,
     accepted,
+    check_known,
     check_tokenizers,
     parse,
 )
@@ -137,6 +138,21 @@ def test_a_draft_model_may_pad_its_vocabulary_to_another_size(size: int, draws: 
     assert fast.speculation.drafted > 0
 
 
+@pytest.mark.parametrize("size", [41, 64])
+def test_a_draft_model_that_is_the_model_but_for_padding_is_always_right(size: int) -> None:
+    model = Decoder(CONFIG, rngs=nnx.Rngs(3))
+    wide = Decoder(dataclasses.replace(CONFIG, vocab_size=size), rngs=nnx.Rngs(3))
+
+    def padded(old: jax.Array, new: jax.Array) -> jax.Array:
+        return new.at[tuple(map(slice, old.shape))].set(old)
+
+    nnx.update(wide, jax.tree.map(padded, nnx.state(model), nnx.state(wide)))
+    fast = generate(model, kvjax.Full(), DraftModel(wide, tokens=3))
+    assert fast.rows == generate(model, kvjax.Full()).rows
+    assert fast.speculation is not None
+    assert fast.speculation.acceptance == 1
+
+
 def test_tokenizers_are_compared_by_the_ids_of_their_tokens() -> None:
     @dataclasses.dataclass
     class Words:
@@ -150,6 +166,18 @@ def test_tokenizers_are_compared_by_the_ids_of_their_tokens() -> None:
     check_tokenizers(Words({"a": 0, "b": 1, "<tool>": 7}), model)
     with pytest.raises(ValueError, match="gives 'b' the id 2 and the model's 1"):
         check_tokenizers(Words({"a": 0, "b": 2}), model)
+
+
+def test_what_pads_a_prompt_is_none_of_its_tokens(model: Decoder) -> None:
+    """A draft model must know the tokens of each row, one before its end, at it, and after."""
+    prompt = np.array([[1, 2, 39, 40, 41], [39, 38, 40, 0, 0]])
+    check_known(model, prompt, np.array([3, 2]))
+    for lengths in ([4, 2], [3, 3]):
+        with pytest.raises(ValueError, match="the token id 40, and the draft model has a voc"):
+            check_known(model, prompt, np.array(lengths))
+    check_known(model, prompt, np.array([0, 0]))
+    one = Decoder(dataclasses.replace(CONFIG, vocab_size=1))
+    check_known(one, np.zeros((1, 3), int), np.array([3]))
 
 
 def test_a_stream_with_drafts_gives_the_same_tokens(model: Decoder) -> None:

@@ -128,6 +128,19 @@ def test_a_row_whose_drafts_are_wrong_drafts_less() -> None:
     assert length(14.9, 0.9) < 6
 
 
+@pytest.mark.parametrize("drafted", [0, 1, 2, 6])
+def test_a_round_counts_its_draft_up_to_the_first_wrong_token(drafted: int) -> None:
+    """What was counted before fades, and slowly if nothing was drafted."""
+    fades = draft_length.MEMORY if drafted else draft_length.IDLE_MEMORY
+    for right in range(drafted + 1):
+        after = drafter([8.0], [10.0], 0.25).accept(
+            jnp.zeros((1, 7), jnp.int32), jnp.array([1 + right]), jnp.array([drafted])
+        )
+        compared = min(right + 1, drafted)
+        np.testing.assert_allclose(after.right, [8 * fades + right], rtol=1e-6)
+        np.testing.assert_allclose(after.compared, [10 * fades + compared], rtol=1e-6)
+
+
 @given(
     rates=st.lists(st.floats(0.0, 1.0), min_size=2, max_size=6),
     price=st.floats(0.02, 1.0),
