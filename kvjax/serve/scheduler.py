@@ -173,8 +173,8 @@ class Scheduler:
         self.park = park
         self.running: list[Scheduled | None] = [None] * len(self.capacities)  # by slot
         self.vacated = dict[int, Scheduled]()  # slots that hold the row of a request that left
-        self.reading = list[Prompt]()  # in order of arrival
-        self.parked = list[Prompt]()  # in order of arrival
+        self.reading = list[Prompt]()
+        self.parked = list[Prompt]()
         self.finished = list[Prompt]()  # those whose row nobody needs any more
         self._waiting = {size: Queue() for size in sorted(set(self.capacities))}
         self._prompt_of = dict[Scheduled, Prompt]()  # of requests without a slot
@@ -304,7 +304,6 @@ class Scheduler:
     def _begin(self, prompt: Prompt) -> Begin:
         self._queue_of(prompt).remove(prompt)
         self.reading.append(prompt)
-        self.reading.sort(key=_arrival)
         for request in prompt.without_slot:
             request.state = Stage.READING
         return Begin(prompt)
@@ -320,7 +319,6 @@ class Scheduler:
         self.reading.remove(prompt)
         self._first = None
         self.parked.append(prompt)
-        self.parked.sort(key=_arrival)
         return Park(prompt)
 
     def _assign_slot(self, prompt: Prompt, slot: int) -> Assign:

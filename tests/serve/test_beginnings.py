@@ -146,6 +146,15 @@ def test_the_prefix_that_was_not_used_for_longest_is_stored_over():
     assert one.find(prompt(40, first=900), 2, [], 100) == SharedStart(2, 40, store=True)
 
 
+def test_a_place_that_holds_no_prefix_is_taken_before_one_that_does():
+    one = shared(count=3)
+    for number in range(3):
+        start = SharedStart(number, 40, store=True)
+        assert one.find(prompt(40, first=100 * number), 2, [], 100) == start
+        one.use(start, 0, prompt(40, first=100 * number))
+        one.leave(0)
+
+
 def test_a_slot_uses_one_prefix_at_a_time():
     one = shared()
     one.use(SharedStart(0, 40), 3, prompt(40))

@@ -276,6 +276,33 @@ def test_a_block_ends_with_a_row_if_another_waits(model):
     assert engine.stats().fill == 1
 
 
+def test_a_block_is_whole_while_no_other_waits(model):
+    engine = kvjax.Engine(model, new_cache(2), block=8)
+    for prompt, new in zip(words(5, 6), (3, 20), strict=True):
+        engine.submit(prompt, max_new_tokens=new)
+    engine.step()
+    assert engine._steps_of_block([3, 20]) == 8
+    engine.submit([3, 4], max_new_tokens=2)
+    assert engine._steps_of_block([3, 20]) == 3
+    engine.run()
+
+
+def test_settings_of_draws_go_to_the_device_when_rows_come_or_go(model, monkeypatch):
+    real, stacked = engines.stack_draws, []
+
+    def counted(draws):
+        stacked.append(draws)
+        return real(draws)
+
+    monkeypatch.setattr(engines, "stack_draws", counted)
+    engine = kvjax.Engine(model, new_cache(2), block=2)
+    settings = {"sampling": sampling(1.0), "key": jax.random.key(3)}
+    for new in (4, 20):
+        engine.submit([3, 4], max_new_tokens=new, **settings)
+    engine.run()
+    assert len(stacked) == 2  # both rows, and the one that stayed
+
+
 def test_a_prompt_that_cannot_be_read_ends_alone(model, monkeypatch):
     """Such as for lack of memory."""
     real = engines.read_chunk
@@ -490,6 +517,15 @@ def test_a_request_that_cannot_be_served_is_refused_at_once(model, change, messa
         ({"stop_tokens": range(17)}, "16 stop tokens, got 17"),
         ({"sharers": 2}, "prefix_tokens and sharers are for stored prefixes"),
         ({"prefix_tokens": 64}, "prefix_tokens and sharers are for stored prefixes"),
+        ({"prefixes": -1}, "prefixes must be at least 0, got -1"),
+        ({"park": -1}, "park must be at least 0, got -1"),
+        ({"block": 0}, "block must be at least 1, got 0"),
+        ({"chunk": 1}, "chunk must be at least 2, got 1"),
+        ({"prompt_tokens": 0}, "prompt_tokens must be at least 1, got 0"),
+        ({"readers": 0}, "readers must be at least 1, got 0"),
+        ({"max_waiting": 0}, "max_waiting must be at least 1, got 0"),
+        ({"prefixes": 1}, "prefix_tokens must be at least 1, got 0"),
+        ({"prefix_bytes": 9, "prefix_host_bytes": -1}, "prefix_host_bytes must be at least 0"),
     ],
 )
 def test_settings_of_an_engine_are_checked_when_it_is_made(model, settings, message):
@@ -664,6 +700,18 @@ def test_prompts_are_read_ahead_and_wait_in_host_memory(model, policy):
     for request, prompt in zip(requests, prompts, strict=True):
         if request.reason != "cancelled":
             assert [request.tokens] == alone(model, policy, 1, prompt, max_new_tokens=20)
+
+
+def test_rows_are_made_in_the_arrays_of_those_that_were_given_back(model):
+    """At most as many wait for a prompt as are read at once."""
+    rows = slots.Rows(slots.RowKind.of(new_cache(2)), most=2)
+    made = [rows.make() for _ in range(3)]
+    for row in made:
+        rows.give_back(row)
+    again = [rows.make() for _ in range(3)]
+    reused = [jax.tree.leaves(row.layers[0].state)[0].is_deleted() for row in made]
+    assert reused == [True, True, False]
+    assert all(row.length.tolist() == [0] for row in again)
 
 
 def test_policies_that_cannot_share_prefixes_are_refused(model):

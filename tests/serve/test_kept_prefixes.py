@@ -9,12 +9,13 @@ import threading
 from functools import cache
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 import kvjax
-from kvjax.cache.saving import digest_json
+from kvjax.cache.saving import DamagedSaveError, digest_json
 from kvjax.generation import prefilling, staging
 from kvjax.generation.sampling import sampling
 from kvjax.models import Decoder
@@ -200,6 +201,35 @@ def test_requests_that_end_early_are_kept(end, model):
     assert tokens == same.tokens
 
 
+@pytest.mark.parametrize("name", ["full", "kivi", "fier"])
+def test_a_kept_row_holds_as_many_tokens_as_it_is_found_by(name):
+    """However its request ended, and whatever the device had drawn of it by then."""
+    engine = engine_of(name)
+    rng = np.random.default_rng(9)
+    for seen in (0, 1, 4, 9, 30):
+        prompt = rng.integers(1, NAN, int(rng.integers(2, 70))).tolist()
+        (request,) = engine.submit(prompt, max_new_tokens=20)
+        while len(request.tokens) < seen and not request.done:
+            engine.step()
+        engine.cancel(request)
+        engine.run()
+    rows = engine._keeper.kept.rows()
+    assert rows
+    for row in rows:
+        assert row.cache.length.tolist() == [len(row.tokens)]
+
+
+@pytest.mark.parametrize("tokens", [63, 64, 65, 127, 128, 129, 255, 256])
+def test_a_kept_row_has_the_least_capacity_that_holds_it(tokens):
+    engine = engine_of("full")
+    say(engine, [5] * (tokens - 9), 9)
+    engine.step()
+    wanted = min(size for size in (64, 128, 256) if size >= tokens)
+    (row,) = engine._keeper.kept.rows()
+    assert (len(row.tokens), row.cache.spec.capacity) == (tokens, wanted)
+    assert engine.stats().kept_bytes == engine._keeper.sizes[wanted]
+
+
 def test_a_row_is_kept_though_nobody_steps_after_its_last_token(model):
     """As a server does, which rests until the next turn: a block may be in flight then."""
     (prompt,) = words(40)
@@ -228,6 +258,48 @@ def test_rows_that_are_not_finite_are_not_kept():
         assert engine.stats().kept == 0
         _, read = say(engine, list(prompt), 6)
         assert read == 40
+
+
+def test_a_row_whose_last_token_makes_it_not_finite_is_not_kept(model):
+    """Its request has all its tokens, and no other may begin with their keys."""
+    cold = kvjax.Engine(model, new_cache(1))
+    (whole,) = cold.submit([5, 6], max_new_tokens=4)
+    cold.run()
+    bad = whole.tokens[-1]
+    assert bad not in whole.tokens[:-1]
+
+    class Poisoned(Tiny):
+        def __call__(self, tokens, cache, **settings):
+            logits, cache = super().__call__(tokens, cache, **settings)
+            return jnp.where(jnp.any(tokens == bad, axis=1)[:, None], jnp.nan, logits), cache
+
+    for new, kept in ((3, 1), (4, 0)):
+        engine = kvjax.Engine(Poisoned(nnx.Rngs(0)), new_cache(1), prefix_bytes=MANY)
+        (request,) = engine.submit([5, 6], max_new_tokens=new)
+        engine.run()
+        engine.step()
+        assert (request.reason, request.tokens) == ("length", whole.tokens[:new])
+        assert engine.stats().kept == kept
+
+
+def test_the_row_of_a_prompt_is_kept_though_another_is_cancelled_in_that_step(monkeypatch):
+    engine = engine_of("kivi")
+    rng = np.random.default_rng(10)
+    other, prompt = (rng.integers(1, NAN, 40).tolist() for _ in range(2))
+    (left,) = engine.submit(other, max_new_tokens=100)
+    while not left.tokens:
+        engine.step()
+    real = engine._slots.assign
+
+    def assign(*args):
+        real(*args)
+        engine.cancel(left)
+
+    monkeypatch.setattr(engine._slots, "assign", assign)
+    say(engine, list(prompt), 6)
+    monkeypatch.undo()
+    assert left.reason == "cancelled"
+    assert say(engine, [*prompt, 4, 5], 3)[1] == 2
 
 
 def test_answers_to_one_prompt_and_other_requests_share_what_is_kept(model):
@@ -394,6 +466,40 @@ def test_a_list_that_names_no_rows_is_refused(tmp_path, change, message):
         engine_of("full").restore_prefixes(tmp_path)
 
 
+WHOLE = {"tokens": [4, 5, 6], "capacity": 64}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens": None},
+        {"tokens": []},
+        {"tokens": 4},
+        {"tokens": "45"},
+        {"tokens": [4, 5.0]},
+        {"tokens": [4, "5"]},
+        {"tokens": [4, True]},
+        {"tokens": [[4, 5]]},
+        {"capacity": None},
+        {"capacity": 64.0},
+        {"capacity": True},
+        {"capacity": 2},
+    ],
+    ids=str,
+)
+def test_a_row_of_the_list_has_whole_tokens_and_room_for_them(tmp_path, change):
+    tokens, capacity = kept_files._entry(tmp_path, WHOLE | {"capacity": 3})
+    assert (tokens.tolist(), tokens.dtype, capacity) == ([4, 5, 6], np.int32, 3)
+    with pytest.raises(DamagedSaveError, match="a row without tokens or capacity"):
+        kept_files._entry(tmp_path, WHOLE | change)
+
+
+@pytest.mark.parametrize("row", [None, [4, 5], {}, {"tokens": [4]}, {"capacity": 64}], ids=str)
+def test_what_is_no_row_in_the_list_is_refused(tmp_path, row):
+    with pytest.raises(DamagedSaveError, match="a row without tokens or capacity"):
+        kept_files._entry(tmp_path, row)
+
+
 def test_rows_under_other_tokens_are_refused(tmp_path):
     """They would answer another prompt."""
     saving(engine_of("full"), tmp_path)
@@ -507,6 +613,17 @@ def test_restored_rows_fit_in_the_bound(tmp_path, room, rows):
     assert engine.restore_prefixes(tmp_path) == rows
     assert engine.stats().kept_bytes == rows * size
     assert engine.stats().kept == rows
+
+
+def test_saved_rows_that_no_slot_has_room_for_are_left_out(tmp_path):
+    engine = engine_of("full", capacity=512)
+    for tokens in (20, 300):
+        say(engine, [tokens % 50] * tokens, 5)
+    engine.step()
+    assert engine.save_prefixes(tmp_path) == 2
+    other = engine_of("full", capacity=256)
+    assert other.restore_prefixes(tmp_path) == 1
+    assert [len(row.tokens) for row in other._keeper.kept.rows()] == [25]
 
 
 def test_a_row_for_which_there_is_no_memory_is_not_kept(monkeypatch):
