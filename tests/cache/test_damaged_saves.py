@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import itertools
 import json
+import logging
 import os
 import random
 import re
@@ -593,6 +594,33 @@ def test_a_larger_cache_takes_a_smaller_save(tmp_path: Path, abstract: bool) -> 
 
     back = kvjax.restore(tmp_path, jax.eval_shape(like) if abstract else like())
     jax.tree.map(np.testing.assert_array_equal, back, kvjax.grow(small, 160))
+
+
+def test_logs_and_hooks_are_afterwards_what_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within a call no log of orbax is seen, not even of what is critical."""
+    logger, seen = logging.getLogger("absl"), list[bool]()
+    manager = saving._manager
+
+    def opened(*args: Any, **settings: Any) -> Any:
+        seen.append(logger.isEnabledFor(logging.CRITICAL))
+        return manager(*args, **settings)
+
+    monkeypatch.setattr(saving, "_manager", opened)
+    before = logger.level
+    hook = sys.unraisablehook
+    logger.setLevel(logging.ERROR)
+    try:
+        kvjax.save(tmp_path, filled(2))
+        kvjax.restore(tmp_path, empty())
+        (tmp_path / "0" / "about" / "metadata").unlink()
+        with pytest.raises(DamagedSaveError):
+            kvjax.restore(tmp_path, empty())
+        assert (logger.level, sys.unraisablehook) == (logging.ERROR, hook)
+        assert seen == [False] * 3
+    finally:
+        logger.setLevel(before)
 
 
 def test_a_tilde_is_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,9 @@ from kvjax.evictors import (
     KeyDiff,
     KeyNorm,
     Lag,
+    LastUse,
+    LogSpaced,
+    Observation,
     Random,
     Redundancy,
     Sliding,
@@ -324,6 +327,11 @@ def test_random_keeps_a_uniform_sample_of_all_tokens_or_of_the_held_ones() -> No
             lambda: Critical(first=1.0),
             r"first=1.0\) must be a share of the slots, at least 0 and below 1",
         ),
+        (lambda: Redundancy(balance="x"), r"balance=...\) must be a finite number, got 'x'"),
+        (lambda: Redundancy(alike=np.nan), r"alike=...\) must be a finite number, got nan"),
+        (lambda: Redundancy(window=0), r"window=...\) must be at least 1, got 0"),
+        (lambda: Observation(window=0), r"window=...\) must be at least 1, got 0"),
+        (lambda: Observation(kernel_size=2), r"kernel_size=2\) must be odd; use 1 or 3"),
         (lambda: kvjax.presets.evict(rule="newest"), r"rule='newest'\) must be one of random"),
         (
             lambda: kvjax.presets.evict(rule="expected"),
@@ -334,6 +342,37 @@ def test_random_keeps_a_uniform_sample_of_all_tokens_or_of_the_held_ones() -> No
 def test_what_a_rule_cannot_do_is_refused(make: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make()
+
+
+@pytest.mark.parametrize("slots", [3, 4, 5, 6, 8, 9, 12, 30])
+def test_logarithmic_spacing_is_that_of_blocks_that_are_thinned(slots: int) -> None:
+    """A full block of 3W tokens keeps every other one of its first 2W, and its newest W."""
+    W = slots // 3
+    held, thinnings, leaves = list[int](), 0, dict[int, int]()
+    for token in range(40 * W):
+        held.append(token)
+        if len(held) == 3 * W:
+            leaves |= dict.fromkeys(held[1 : 2 * W : 2], thinnings)
+            held[: 2 * W] = held[: 2 * W : 2]
+            thinnings += 1
+    position = jnp.asarray(sorted(leaves), jnp.int32)[None, None]
+    score = LogSpaced().score(None, position, jnp.array([40 * W]), slots)
+    assert np.asarray(score)[0, 0].tolist() == [leaves[token] for token in sorted(leaves)]
+    assert np.isposinf(LogSpaced().score(None, position * 0, jnp.array([40 * W]), slots)).all()
+
+
+@pytest.mark.parametrize(
+    ("weight", "stamped"),
+    [(0.25, False), (float(np.nextafter(np.float32(0.25), np.float32(1))), True)],
+)
+def test_a_token_is_used_by_a_weight_above_the_threshold(weight: float, stamped: bool) -> None:
+    weights = jnp.asarray([[[[0.1, weight]]]], jnp.float32)
+    evidence = LastUse(threshold=0.25).see_step(jnp.full((1, 1, 2), -3.0), weights)
+    assert evidence.tolist() == [[[-4.0, 0.0 if stamped else -4.0]]]
+
+
+def test_a_window_of_one_query_is_the_last_one() -> None:
+    assert [Observation(window=1).voters(slots) for slots in (2, 3, 9)] == [1, 1, 1]
 
 
 # ------------------------------------------------------------------------------------------------------ the policy

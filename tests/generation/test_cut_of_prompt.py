@@ -15,7 +15,7 @@ import kvjax
 from kvjax.cache.cache import Cache
 from kvjax.generation import generate, prefill
 from kvjax.generation import prefilling as reading
-from kvjax.generation.staging import needs_staging, room_for, rooms, staged
+from kvjax.generation.staging import needs_staging, room_for, rooms, settled, staged
 from kvjax.policies import Policy
 from tests.generation.test_generate import Tiny, compilations, words
 
@@ -190,6 +190,13 @@ def test_no_room_is_made_for_a_prompt_in_one_chunk_and_little_otherwise(model):
     before = jax.tree.structure(cache)
     _, after = prefill(model, cache, [words(100)[0]], chunk=32)
     assert jax.tree.structure(after) == before
+
+
+def test_a_prompt_that_is_stored_leaves_no_second_copy(model):
+    held = staged(make(policy_of(CODES["kivi"])), room=256)
+    arrays = jax.tree.leaves(held)
+    settled(held)
+    assert all(array.is_deleted() for array in arrays)
 
 
 def test_what_is_compiled_ahead_is_what_reads_a_prompt(model):
