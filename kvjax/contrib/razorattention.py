@@ -98,8 +98,8 @@ class Compensated(Policy):
     besides the window.
 
     **Source:** RazorAttention (Tang et al. 2024, arXiv 2407.15891), compensation tokens,
-    equations of section 3.3. **Differs:** a prompt in several chunks compensates between them
-    too; the paper compresses it once.
+    equations of section 3.3. A prompt that `kvjax.generation.prefill` reads in several chunks is
+    held as it came until it ends, and compressed once, as in the paper.
 
     >>> import kvjax
     >>> window = kvjax.Evicting(evictor=kvjax.evictors.Sliding(sink=4), budget=256)
@@ -183,6 +183,11 @@ class Compensated(Policy):
         )
 
     takes_sinks = True
+
+    @property
+    def rounds(self) -> bool:
+        """True: the mean stands for tokens of which a later chunk of the prompt asks."""
+        return True
 
     def attend(
         self, st: CompensatedState, q: Array, step: Step

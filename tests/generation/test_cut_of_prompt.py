@@ -4,6 +4,9 @@ holds the same and gives the same text.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Container, Iterable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,42 +16,80 @@ from flax import nnx
 
 import kvjax
 from kvjax.cache.cache import Cache
+from kvjax.contrib.razorattention import Compensated
+from kvjax.evictors import Sliding
 from kvjax.generation import generate, prefill
 from kvjax.generation import prefilling as reading
 from kvjax.generation.staging import needs_staging, room_for, rooms, settled, staged
-from kvjax.policies import Policy
+from kvjax.policies import PerLayer, Policy
+from kvjax.presets.head_files import Heads
 from tests.generation.test_generate import Tiny, compilations, words
 
 TOKENS = 280  # of a prompt: 256 and 64 in chunks of the default
 NEW = 8
-CHUNKS = (2, 64, 256, 512)
+SMALLEST = 2  # a chunk of one token would be a decode step
+WHOLE = 512
 SPEC = kvjax.CacheSpec(
     batch=1, q_heads=4, kv_heads=2, head_dim=8, capacity=512, dtype="float32"
 )
 
-
-# Settings with which each method seals, rounds or evicts tokens of so short a prompt. A chunk of
-# 2 tokens runs for the first ones only: it makes 140 calls.
+# Settings with which each method seals, rounds, selects or evicts tokens of so short a prompt.
+# These keep other keys and values than came, so a prompt in several chunks is held until it ends.
 CODES = {
     "kivi": "kivi:residual=32,group=8",
     "kivi values": "kivi:residual=32,group=8,value_window=16",
     "logquant": "logquant:window=16,group=8",
     "turboquant": "turboquant:bits=2,local=16,chunk=32",
     "fier over codes": "fier:budget=64,group=8,chunk=32,store=turbo4",
+    "fier over 8-bit floats of the host": "fier:budget=64,group=8,chunk=32,store=float8",
     "freekv over codes": "freekv:budget=72,page=8,sink=4,local=24,store=turbo4",
+    "quest over codes of the host, hot": "quest:budget=64,page=8,store=host-turbo4+64",
     "shadowkv": "shadowkv:budget=120,rank=8,page=8,outliers=2,learn=32,local=16,host=false",
+    "razorattention, heads that retrieve nothing": Compensated(
+        kvjax.Evicting(evictor=Sliding(sink=4), budget=64)
+    ),
 }
 EXACT = {
     "full": "full",
     "fier": "fier:budget=64,group=8,chunk=32",
+    "fier, hot": "fier:budget=64,group=8,chunk=32,store=host+64",
     "quest": "quest:budget=64,page=8",
     "pariskv": "pariskv:budget=64,local=32,dense_below=0",
+    "pariskv, hot": "pariskv:budget=64,local=32,dense_below=0,store=host+64",
     "freekv": "freekv:budget=72,page=8,sink=4,local=24",
+    "freekv, hot": "freekv:budget=72,page=8,sink=4,local=24,store=host+64",
     "arkvale": "arkvale:budget=72,page=8,sink=4,local=24",
     "magicpig": "magicpig:budget=110,bits=6,tables=40,local=8,chunk=32",
     "pqcache": "pqcache:budget=80,bits=3,local=16",
     "exact": "exact:budget=64",
 }
+# Methods that evict, or round, by a prompt's own queries get it whole, in every door, and a
+# `chunk` of the caller's is another method.
+EVICTS = "what a chunk evicts is gone for the chunks after it, which bounds the memory"
+CODES_BY_QUERIES = "the queries of each chunk choose which of its tokens stay exact"
+HEADS = Heads(kv_heads=2, layers=((1,), ()))
+OBSERVING: dict[str, tuple[str | PerLayer, str]] = {
+    "streaming_llm": ("streaming_llm:budget=64", EVICTS),
+    "logevict": ("logevict:budget=64", EVICTS),
+    "h2o": ("h2o:budget=64", EVICTS),
+    "tova": ("tova:budget=64", EVICTS),
+    "snapkv": ("snapkv:budget=64", EVICTS),
+    "pyramidkv": ("pyramidkv:budget=64", EVICTS),
+    "adakv": ("adakv:budget=64", EVICTS),
+    "mikv": ("mikv:budget=64,group=8,chunk=32", CODES_BY_QUERIES),
+    "raas": ("raas:budget=64", EVICTS),
+    "evict": ("evict:budget=64,rule=keydiff", EVICTS),
+    "razorattention": (kvjax.presets.razorattention(64, heads=HEADS), EVICTS),
+    "duoattention": (kvjax.presets.duoattention(64, sink=4, heads=HEADS), EVICTS),
+}
+# The others run with --thorough. Each takes some seconds, most of them to compile.
+DEFAULT = (
+    "kivi",
+    "fier over codes",
+    "shadowkv",
+    "fier",
+    "razorattention, heads that retrieve nothing",
+)
 
 
 @pytest.fixture(scope="module")
@@ -56,74 +97,90 @@ def model() -> Tiny:
     return Tiny(nnx.Rngs(0))
 
 
-def policy_of(text: str) -> Policy:
-    """The policy of a method's later layers, in all layers."""
-    found = kvjax.presets.parse(text)
+def policy_of(given: str | PerLayer | Policy) -> PerLayer | Policy:
+    """The policy of a method's later layers, in all layers; one by layer as it is."""
+    if not isinstance(given, str):
+        return given
+    found = kvjax.presets.parse(given)
     return getattr(found, "rest", found)
 
 
-def make(policy: Policy) -> kvjax.Cache:
+def make(policy: PerLayer | Policy) -> kvjax.Cache:
     return kvjax.init(policy, SPEC, layers=2)
 
 
-def text_of(model: Tiny, policy: Policy, prompt: list[int], chunk: int | None) -> Any:
+def text_of(
+    model: Tiny, policy: PerLayer | Policy, prompt: list[int], chunk: int | None
+) -> Any:
     return generate(model, make(policy), [prompt], max_new_tokens=NEW, chunk=chunk).rows[0]
 
 
-def text_of_engine(model: Tiny, policy: Policy, prompt: list[int]) -> list[int]:
-    engine = kvjax.Engine(model, make(policy), block=4, chunk=64)
+def text_of_engine(
+    model: Tiny, policy: PerLayer | Policy, prompt: list[int], chunk: int | None = 64
+) -> list[int]:
+    engine = kvjax.Engine(model, make(policy), block=4, chunk=chunk)
     (request,) = engine.submit(prompt, max_new_tokens=NEW)
     engine.run()
     return request.tokens
 
 
-@pytest.mark.parametrize(
-    "name", [*CODES, *(pytest.param(name, marks=pytest.mark.thorough) for name in EXACT)]
-)
+def most_thorough(names: Iterable[str], default: Container[str]) -> list[Any]:
+    return [
+        name if name in default else pytest.param(name, marks=pytest.mark.thorough)
+        for name in names
+    ]
+
+
+@pytest.mark.parametrize("name", most_thorough([*CODES, *EXACT], DEFAULT))
 def test_a_prompt_gives_one_text_in_any_chunks_and_in_an_engine(model, name):
     policy = policy_of((CODES | EXACT)[name])
     assert needs_staging(make(policy)) == (name in CODES)
     (prompt,) = words(TOKENS, seed=3)
-    whole = text_of(model, policy, prompt, chunk=512)
-    chunks = (None, 64, 2) if name == "kivi" else (None, 64)
-    for chunk in chunks:
+    whole = text_of(model, policy, prompt, chunk=WHOLE)
+    for chunk in (None, 256, 64, SMALLEST):
         assert text_of(model, policy, prompt, chunk=chunk) == whole, chunk
     assert text_of_engine(model, policy, prompt) == whole
 
 
-# Methods that choose by a prompt's own queries get it whole, in every door. With `chunk` they
-# evict after each chunk, which is another method, of bounded memory.
-OBSERVING = {
-    "streaming_llm": "streaming_llm:budget=64",
-    "h2o": "h2o:budget=64",
-    "tova": "tova:budget=64",
-    "snapkv": "snapkv:budget=64",
-    "pyramidkv": "pyramidkv:budget=64",
-    "adakv": "adakv:budget=64",
-    "logevict": "logevict:window=16",
-    "raas": "raas:budget=64",
-    "mikv": "mikv:budget=64,group=8,chunk=32",
-    "evict": "evict:budget=64,rule=keydiff",
-}
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["h2o", *(pytest.param(n, marks=pytest.mark.thorough) for n in OBSERVING if n != "h2o")],
-)
+@pytest.mark.parametrize("name", most_thorough(OBSERVING, ("h2o",)))
 def test_a_method_that_observes_reads_whole_prompts_in_every_door(model, name):
-    policy = policy_of(OBSERVING[name])
-    assert not needs_staging(make(policy))
+    policy = policy_of(OBSERVING[name][0])
+    assert any(layer.policy.observes for layer in make(policy).layers)
     (prompt,) = words(TOKENS, seed=3)
-    whole = text_of(model, policy, prompt, chunk=512)
+    whole = text_of(model, policy, prompt, chunk=WHOLE)
     assert text_of(model, policy, prompt, chunk=None) == whole
-    assert text_of_engine(model, policy, prompt) == whole
+    assert text_of_engine(model, policy, prompt, chunk=None) == whole
+
+
+@pytest.mark.parametrize("name", most_thorough(OBSERVING, ("h2o",)))
+def test_only_a_method_of_which_the_table_says_so_depends_on_a_chunk(model, name):
+    """One that holds the same in chunks of 64 belongs in the tables above."""
+    policy = policy_of(OBSERVING[name][0])
+    (prompt,) = words(TOKENS, seed=3)
+    tokens = np.array([prompt], np.int32)
+    _, whole = prefill(model, make(policy), tokens, chunk=WHOLE)
+    _, parts = prefill(model, make(policy), tokens, chunk=64)
+    pairs = zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True)
+    assert any(not np.allclose(a, b, atol=1e-3) for a, b in pairs)
+
+
+def test_no_prompt_is_read_in_chunks_of_one_token(model):
+    (prompt,) = words(5, seed=3)
+    with pytest.raises(ValueError, match="chunk must be at least 2"):
+        text_of(model, kvjax.Full(), prompt, chunk=1)
 
 
 def test_every_preset_has_its_prompt_cut():
-    heads = {"razorattention", "duoattention"}  # need a file of heads; they hold the two above
-    known = {text.partition(":")[0] for text in (CODES | EXACT | OBSERVING).values()}
-    assert known | heads == set(kvjax.presets.REGISTRY)
+    of_text = [text for text in (CODES | EXACT).values() if isinstance(text, str)]
+    assert {text.partition(":")[0] for text in of_text} | OBSERVING.keys() == set(
+        kvjax.presets.REGISTRY
+    )
+
+
+def test_the_guide_names_the_methods_that_depend_on_a_chunk():
+    guide = Path(__file__).parents[2] / "docs" / "guides" / "memory.md"
+    (row,) = [line for line in guide.read_text().splitlines() if "`Policy.observes`" in line]
+    assert set(re.findall("`([a-z0-9_]+)`", row.split("|")[1])) == set(OBSERVING)
 
 
 def test_prompts_of_several_turns_and_rows_are_cut_alike(model):
