@@ -329,10 +329,11 @@ took to compile.
 The time is derived, not measured: bytes at the chip's bandwidth, 30 ns for each DMA, and a kernel for TPUs as long as
 its bytes or its instructions take. It leaves out what XLA's own operations compute while nothing moves, such as the
 search for the highest scores, and the 30 ns were measured on no chip. By it, `fier` with single tokens does not pay
-on a v5e: its step has more than 30,000 DMAs, whatever scores the tokens. With keys and values side by side they would
-be half as many, and the step as long as dense attention. On a v5e and a v6e `fier:page=32` and `quest`, which read
-pages, take less than a third of the time of dense attention with one row of 131072 tokens; on a TPU7x they take more
-than half. A loop whose rounds depend on the data reads all of what it slices. DMAs in a loop count once.
+on a v5e: its step has more than <!-- value: fewest_dmas --><!-- /value --> DMAs, whatever scores the tokens. With
+keys and values side by side they would be half as many, and the step as long as dense attention. On a v5e and a v6e
+`fier:page=32` and `quest`, which read pages, take at most <!-- value: pages_at_most --><!-- /value --> of the time of
+dense attention with one row of 131072 tokens; on a TPU7x they take <!-- value: pages_at_least --><!-- /value --> and
+more. A loop whose rounds depend on the data reads all of what it slices. DMAs in a loop count once.
 
 <!-- table: tpus -->
 <!-- end -->

@@ -2,9 +2,10 @@
 `python -m docs.tables`.
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`; NAME is a function of TABLES,
-in the module for its page, or a command of `commands.PAGES`. The suite checks that a run would
-change nothing, so no measured number, and no text or length of a command beside one, is typed by
-hand.
+in the module for its page, or a command of `commands.PAGES`. A figure inside of a sentence stands
+between `<!-- value: NAME -->` and `<!-- /value -->`; NAME is of `values.VALUES`. The suite checks
+that a run would change nothing, so no measured number, and no text or length of a command beside
+one, is typed by hand.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from docs.tables import (
     scaling,
     speed,
     tpus,
+    values,
 )
 from docs.tables.decode_step import picture
 from docs.tables.reading import ROOT
@@ -67,8 +69,8 @@ TABLES |= {name: partial(commands.block, name) for name in commands.PAGES}
 
 
 def fill(text: str) -> str:
-    """`text` with each table regenerated."""
-    return PLACE.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], text)
+    """`text` with each table and each figure regenerated."""
+    return values.fill(PLACE.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], text))
 
 
 def main() -> None:

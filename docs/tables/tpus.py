@@ -8,26 +8,41 @@ from docs.tables.writing import markdown
 DENSE = "dense by hand"
 
 
+def _steps() -> list[dict[str, Any]]:
+    """The rows of all runs that are of a decode step."""
+    rows = [row for run in load_file("tpu")["runs"] for row in run["rows"]]
+    return [row for row in rows if row["program"] == "step"]
+
+
+def steps_of(chip: str, presets: tuple[str, ...]) -> list[dict[str, Any]]:
+    """The steps of presets with one row of the longest history on a chip."""
+    own = [row for row in _steps() if row["chip"] == chip and row["rows"] == 1]
+    longest = max(row["capacity"] for row in own)
+    return [row for row in own if row["capacity"] == longest and row["preset"] in presets]
+
+
+def of_dense(row: dict[str, Any], name: str) -> float:
+    """A number of a step, as a share of that of dense attention by hand at the same place."""
+    (dense,) = [
+        other for other in _steps() if other["preset"] == DENSE and place(other) == place(row)
+    ]
+    return float(row[name] / dense[name])
+
+
 def tpus() -> str:
     """Steps by chip and size: bytes and derived time beside dense attention by hand, copies,
     temporary memory."""
-    rows = [row for run in load_file("tpu")["runs"] for row in run["rows"]]
-    steps = [row for row in rows if row["program"] == "step"]
-    dense = {place(row): row for row in steps if row["preset"] == DENSE}
-
-    def of_dense(row: dict[str, Any], name: str) -> str:
-        return f"{row[name] / dense[place(row)][name]:.2f}"
-
+    steps = _steps()
     found = [
         [
             row["chip"],
             f"{row['capacity']} x {row['rows']}",
             row["preset"] if row["preset"] == DENSE else f"`{row['preset']}`",
             f"{row['bytes'] / 1e6:,.0f}",
-            of_dense(row, "bytes"),
+            f"{of_dense(row, 'bytes'):.2f}",
             f"{row['dmas']:,}",
             f"{row['us']:,.0f}",
-            of_dense(row, "us"),
+            f"{of_dense(row, 'us'):.2f}",
             str(len(row["copies"])),
             f"{row['temp'] / 1e6:,.1f}",
             f"{row['compile_s']:.0f}",
