@@ -86,7 +86,6 @@ OBSERVING: dict[str, tuple[str | PerLayer, str]] = {
 DEFAULT = (
     "kivi",
     "fier over codes",
-    "shadowkv",
     "fier",
     "razorattention, heads that retrieve nothing",
 )
