@@ -81,36 +81,41 @@ class Lag(Evictor):
         if groups < 2:
             return jnp.where(tokens.position >= 0, jnp.float32(jnp.inf), jnp.float32(0))
         order = in_order(tokens.position)
-        lead = tokens.position.shape[:2]
 
         def deviation(g: Array) -> Array:
             """f32[B, K, size]: how the tokens of partition g stand out of the next one."""
-            at = lax.dynamic_slice_in_dim(order, self.sink + g * size, 2 * size, axis=2)[
-                ..., None
-            ]
+            place = lax.dynamic_slice_in_dim(order, self.sink + g * size, 2 * size, axis=2)
+            k = jnp.take_along_axis(tokens.k, place[..., None], axis=2)
+            v = jnp.take_along_axis(tokens.v, place[..., None], axis=2)
+            return (_standing_out(k) + _standing_out(v)) / 2
 
-            def one(x: Array) -> Array:
-                own, after = jnp.split(
-                    jnp.take_along_axis(x, at, axis=2).astype(jnp.float32), 2, axis=2
-                )
-                low, high = (f(after, axis=2, keepdims=True) for f in (jnp.min, jnp.max))
-                scaled = (own - low) / jnp.maximum(high - low, np.finfo(np.float32).tiny)
-                return jax.nn.softmax(jnp.std(scaled, axis=-1, ddof=1), axis=-1)
-
-            return (one(tokens.k) + one(tokens.v)) / 2
-
-        deviations = jnp.moveaxis(
-            lax.map(deviation, jnp.arange(groups - 1, dtype=jnp.int32)), 0, 2
-        )
+        # The score of a token is its rank in its partition.
+        partition = jnp.arange(groups - 1, dtype=jnp.int32)
+        deviations = jnp.moveaxis(lax.map(deviation, partition), 0, 2)  # [B, K, groups-1, size]
         rank = jnp.argsort(jnp.argsort(deviations, axis=-1), axis=-1).astype(jnp.float32) / size
-        whole = (
-            jnp.sum(tokens.position >= 0, axis=-1, dtype=jnp.int32) - self.sink
-        ) // size  # whole partitions of a row's tokens
-        judged = jnp.arange(groups - 1, dtype=jnp.int32)[None, None] < (whole - 1)[..., None]
-        rank = jnp.where(judged[..., None], rank, jnp.inf).reshape(*lead, -1)
-        ends = self.sink, L - self.sink - rank.shape[2]
-        score = jnp.pad(rank, ((0, 0), (0, 0), ends), constant_values=jnp.inf)
-        return jnp.take_along_axis(score, jnp.argsort(order, axis=-1), axis=2)
+
+        # A row's last whole partition has none after it to be compared with, so it is kept.
+        count = jnp.sum(tokens.position >= 0, axis=-1, dtype=jnp.int32)
+        whole = (count - self.sink) // size
+        compared = partition[None, None] < (whole - 1)[..., None]
+        rank = jnp.where(compared[..., None], rank, jnp.inf)
+
+        # The sink before them and all tokens behind them are kept.
+        by_age = rank.reshape(*rank.shape[:2], -1)
+        ends = (self.sink, L - self.sink - by_age.shape[2])
+        by_age = jnp.pad(by_age, ((0, 0), (0, 0), ends), constant_values=jnp.inf)
+        return jnp.take_along_axis(by_age, jnp.argsort(order, axis=-1), axis=2)
+
+
+def _standing_out(x: Array) -> Array:
+    """f32[B, K, n]: how the first n of keys or values [B, K, 2n, D] stand out of the n after
+    them.
+    """
+    own, after = jnp.split(x.astype(jnp.float32), 2, axis=2)
+    low = jnp.min(after, axis=2, keepdims=True)
+    high = jnp.max(after, axis=2, keepdims=True)
+    scaled = (own - low) / jnp.maximum(high - low, np.finfo(np.float32).tiny)
+    return jax.nn.softmax(jnp.std(scaled, axis=-1, ddof=1), axis=-1)
 
 
 @dataclass(frozen=True, kw_only=True)

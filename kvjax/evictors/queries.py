@@ -201,24 +201,24 @@ class ExpectedAttention(Evictor):
         mean = tokens.memory[:, :, :, 0] / count  # [B, K, G, D]
         later = tokens.end[:, None] + jnp.arange(self.future, dtype=jnp.int32)[None]
 
-        def ahead(x: Array) -> Array:
-            """x [B, K, G, ..., D] rotated to each of the next positions, on average: a linear
-            map of each pair.
-            """
-            pairs = jnp.broadcast_to(jnp.ones(D, jnp.float32), (*later.shape, D))
-            unit = jnp.concatenate([pairs[..., : D // 2], 0 * pairs[..., D // 2 :]], axis=-1)
-            cos, sin = jnp.split(
-                jnp.mean(turn_positions(unit, later, self.rope), axis=1), 2, axis=-1
-            )
-            cos, sin = (a.reshape(-1, *(1,) * (x.ndim - 2), D // 2) for a in (cos, sin))
-            return turn_pairs(x, cos, sin)
+        # A rotation to each of the next positions, on average, is a linear map of each pair: it
+        # takes the pair (1, 0) to the mean cosine and sine.
+        pairs = jnp.broadcast_to(jnp.ones(D, jnp.float32), (*later.shape, D))
+        unit = jnp.concatenate([pairs[..., : D // 2], 0 * pairs[..., D // 2 :]], axis=-1)
+        turned_unit = jnp.mean(turn_positions(unit, later, self.rope), axis=1)
+        cos, sin = jnp.split(turned_unit, 2, axis=-1)
 
+        def ahead(x: Array) -> Array:
+            """x [B, K, G, ..., D] rotated to each of the next positions, on average."""
+            shape = (-1, *(1,) * (x.ndim - 2), D // 2)
+            return turn_pairs(x, cos.reshape(shape), sin.reshape(shape))
+
+        # Mean and covariance of the logits' queries there: with both, the mean of exp(q.k) for a
+        # normal q is exp(mean.k + k.covariance.k / 2).
         mean_ahead = ahead(mean) * D**-0.5
         if self.covariance:
-            spread = (
-                tokens.memory[:, :, :, 2:] / count[..., :1, None]
-                - mean[..., :, None] * mean[..., None, :]
-            )
+            moment = tokens.memory[:, :, :, 2:] / count[..., :1, None]
+            spread = moment - mean[..., :, None] * mean[..., None, :]
             spread = ahead(jnp.swapaxes(ahead(spread), -1, -2)) / (2 * D)
 
         def expected_logits(k: Array) -> Array:
@@ -229,9 +229,9 @@ class ExpectedAttention(Evictor):
             return logits + jnp.einsum("bkgli,bkli->bkgl", turned, k, precision="highest")
 
         logits = _by_blocks(expected_logits, tokens.k, mean.shape[2])
-        judged = (tokens.position >= self.sink)[:, :, None]
-        share = jnp.mean(jax.nn.softmax(jnp.where(judged, logits, -1e30), axis=-1), axis=2)
-        score = (share + self.epsilon) * length(tokens.v)
+        after_sink = (tokens.position >= self.sink)[:, :, None]
+        weights = jax.nn.softmax(jnp.where(after_sink, logits, -1e30), axis=-1)
+        score = (jnp.mean(weights, axis=2) + self.epsilon) * length(tokens.v)
         return jnp.where(tokens.position < self.sink, jnp.inf, score)
 
 

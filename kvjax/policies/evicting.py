@@ -636,14 +636,19 @@ class Evicting(Policy):
             return attend_zone(
                 q, st.tokens.k, st.tokens.v, None, st.tokens.count, logits=logits
             )
+
+        # The slots are in no order, so a window masks each of them, some at a time.
+        queries = q.reshape(B, K, G * T, D)
         first = jnp.tile(first, (1, G))[:, None, :, None]
         position = self._positions(st)
         parts = []
-        for at in range(0, position.shape[2], SLOTS):
-            here = position[:, :, None, at : at + SLOTS]
-            k, v = (a[:, :, at : at + SLOTS] for a in (st.tokens.k, st.tokens.v))
-            mask = (here >= first) & (here >= 0)
-            parts.append(attend_part(q.reshape(B, K, G * T, D), k, v, mask, logits=logits))
+        for begin in range(0, position.shape[2], SLOTS):
+            some = slice(begin, begin + SLOTS)
+            at = position[:, :, None, some]
+            mask = (at >= first) & (at >= 0)
+            k = st.tokens.k[:, :, some]
+            v = st.tokens.v[:, :, some]
+            parts.append(attend_part(queries, k, v, mask, logits=logits))
         return merge(*parts)
 
     def _attend_renumbered(
@@ -830,41 +835,18 @@ def move_tokens(st: EvictingState, source: Array, target: Array) -> EvictingStat
     """Copies the tokens in the slots `source` i32[B, K, n] to the slots `target`, S for none:
     one write for each, in place.
     """
-    B, K, S = st.position.shape
     n = source.shape[2]
 
     def move(
         i: Array, done: tuple[EvictingState, Array, Array]
     ) -> tuple[EvictingState, Array, Array]:
         st, source, target = done
-        old, new = (lax.dynamic_slice_in_dim(a, i, 1, axis=2) for a in (source, target))
-        here = jnp.arange(S, dtype=jnp.int32)[None, None] == new
-
-        def one_number(a: Array | None) -> Array | None:
-            if a is None:
-                return None
-            return jnp.where(here, jnp.take_along_axis(a, old, axis=2, mode="clip"), a)
-
-        def one_row(a: Array) -> Array:
-            token = jnp.take_along_axis(a, old[..., None], axis=2, mode="clip")
-            rows, moved = (x.reshape(B * K, 1, -1, x.shape[3]) for x in (a, token))
-            taken = (new < S).astype(jnp.int32).reshape(-1)
-            at = jnp.minimum(new, S - 1).reshape(-1)
-            return write(rows, moved, at, taken).reshape(a.shape)
-
-        position = one_number(st.position)
-        assert position is not None
-        st = replace(
-            st,
-            tokens=replace(st.tokens, k=one_row(st.tokens.k), v=one_row(st.tokens.v)),
-            position=position,
-            evidence=one_number(st.evidence),
-            pinned=one_number(st.pinned),
-        )
-        return st, source, target
+        old = lax.dynamic_slice_in_dim(source, i, 1, axis=2)
+        new = lax.dynamic_slice_in_dim(target, i, 1, axis=2)
+        return _move_token(st, old, new), source, target
 
     def run(*done: Any) -> EvictingState:
-        steps = n * jnp.any(done[2] < S).astype(jnp.int32)
+        steps = n * jnp.any(done[2] < st.tokens.slots).astype(jnp.int32)
         return lax.fori_loop(0, steps, move, done)[0]
 
     def all_steps(*done: Any) -> EvictingState:
@@ -873,6 +855,38 @@ def move_tokens(st: EvictingState, source: Array, target: Array) -> EvictingStat
 
     moved: EvictingState = with_derivative(run, all_steps)(st, source, target)
     return moved
+
+
+def _move_token(st: EvictingState, old: Array, new: Array) -> EvictingState:
+    """Copies a token of each head from the slot `old` i32[B, K, 1] to the slot `new`, S for
+    none.
+    """
+    B, K, S = st.position.shape
+    is_new = jnp.arange(S, dtype=jnp.int32)[None, None] == new
+
+    def number(a: Array | None) -> Array | None:
+        if a is None:
+            return None
+        return jnp.where(is_new, jnp.take_along_axis(a, old, axis=2, mode="clip"), a)
+
+    def row(a: Array) -> Array:
+        token = jnp.take_along_axis(a, old[..., None], axis=2, mode="clip")
+        # A KV head is a row of its own here, which is written where there is a slot for it.
+        rows = a.reshape(B * K, 1, S, a.shape[3])
+        moved = token.reshape(B * K, 1, 1, a.shape[3])
+        taken = (new < S).astype(jnp.int32).reshape(-1)
+        at = jnp.minimum(new, S - 1).reshape(-1)
+        return write(rows, moved, at, taken).reshape(a.shape)
+
+    position = number(st.position)
+    assert position is not None
+    return replace(
+        st,
+        tokens=replace(st.tokens, k=row(st.tokens.k), v=row(st.tokens.v)),
+        position=position,
+        evidence=number(st.evidence),
+        pinned=number(st.pinned),
+    )
 
 
 def _of_rows(rows: Array, new: Any, old: Any) -> Any:
