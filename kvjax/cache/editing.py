@@ -402,7 +402,8 @@ def _rows_over_devices(placement: Placement, olds: Any, empty: Any, rows: Array)
     """`_rows_of`, where devices hold different rows: each row goes through all of them, one at
     a time.
     """
-    batch, ours = (jax.tree.leaves(tree)[0].shape[0] for tree in (olds, empty))
+    batch = jax.tree.leaves(olds)[0].shape[0]  # rows of this device
+    new_batch = jax.tree.leaves(empty)[0].shape[0]
     held = (rows >= 0) & (rows < batch * placement.parts("batch"))
     source = rows - first_row(placement, batch)
     here = (source >= 0) & (source < batch)
@@ -411,26 +412,20 @@ def _rows_over_devices(placement: Placement, olds: Any, empty: Any, rows: Array)
         if is_shared(old):
             return old
         hosted = jax.typeof(old).memory_space == jax.memory.Space.Host
-        bits: Any = jnp.dtype(
-            f"uint{8 * old.dtype.itemsize}"
-        )  # a sum of floats would lose the sign of -0.0
 
         def put(i: Array, new: Array) -> Array:
+            """`new` with row i, if it is one of this device."""
+            # The device that has the row gives it to all: the sum of it and of zeros.
             row = lax.dynamic_slice_in_dim(old, jnp.clip(source[i], 0, batch - 1), 1)
             row = to_device(row) if hosted else row
-            code = (
-                row.astype(bits) if row.dtype == bool else lax.bitcast_convert_type(row, bits)
-            )
+            code = _bits_of(row)
             code = lax.psum(jnp.where(here[i], code, jnp.zeros_like(code)), placement.batch)
-            row = (
-                code.astype(bool)
-                if old.dtype == bool
-                else lax.bitcast_convert_type(code, old.dtype)
-            )
+            row = _from_bits(code, old.dtype)
             row = to_host(row) if hosted else row
-            place = i - first_row(placement, ours)
-            mine = held[i] & (place >= 0) & (place < ours)
-            place = jnp.clip(place, 0, ours - 1)
+
+            place = i - first_row(placement, new_batch)
+            mine = held[i] & (place >= 0) & (place < new_batch)
+            place = jnp.clip(place, 0, new_batch - 1)
             return lax.cond(
                 mine,
                 lambda: lax.dynamic_update_slice_in_dim(new, row, place, axis=0),
@@ -440,6 +435,19 @@ def _rows_over_devices(placement: Placement, olds: Any, empty: Any, rows: Array)
         return lax.fori_loop(0, rows.shape[0], put, new)
 
     return jax.tree.map(move, olds, empty, is_leaf=is_shared)
+
+
+def _bits_of(x: Array) -> Array:
+    """x as unsigned integers, whose sum with zeros is exact: one of floats loses the sign of
+    -0.0.
+    """
+    unsigned: Any = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    return x.astype(unsigned) if x.dtype == bool else lax.bitcast_convert_type(x, unsigned)
+
+
+def _from_bits(code: Array, dtype: Any) -> Array:
+    is_bool = jnp.issubdtype(dtype, jnp.bool_)
+    return code.astype(bool) if is_bool else lax.bitcast_convert_type(code, dtype)
 
 
 def _with_policies_of(cache: Any, prefix: Any) -> Any:

@@ -201,53 +201,12 @@ def saved_steps(directory: str | Path) -> list[int]:
 
 
 def _restore(path: Path, like: Cache | LayerCache, step: int) -> Any:
-    def damage(what: Any) -> DamagedSaveError:
-        return DamagedSaveError(f"save {step} in {path} is damaged: {what}")
-
-    try:
-        folder = path / str(step)
-        modes = {entry: entry.lstat().st_mode for entry in (folder, *folder.rglob("*"))}
-        strange = sorted(
-            entry
-            for entry, mode in modes.items()
-            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
-        )
-    except OSError as error:  # a writer removes it
-        raise damage(f"its files cannot be listed ({_short(error)})") from error
-    if strange:
-        raise damage(f"{strange[0]} is a link or another kind of file, which is not read")
+    _check_files(path, step)
     with _quiet(), _manager(path, keep=None) as manager:
-        try:
-            saved = manager.restore(
-                step, args=ocp.args.Composite(about=ocp.args.JsonRestore())
-            )["about"]
-        except Exception as error:
-            raise damage(f"its description cannot be read ({_short(error)})") from error
-        own = saved.pop("sha256_of_this", None) if isinstance(saved, dict) else None
-        if (version := _other_format(saved, own)) is not None:
-            age = "a newer" if version > FORMAT else "an older"
-            raise ValueError(
-                f"save {step} in {path} was written by {age} version of kvjax (its format is {version}, and this "
-                f"version reads {FORMAT}); restore it with that version, or save the cache again"
-            )
-        if digest_json(saved) != own:
-            raise damage("its description has changed since it was written")
-        if wrong := _malformed(saved):
-            raise damage(f"its description {wrong}")
+        saved = _read_description(manager, path, step)
         digests = saved.pop("sha256")
         room = _with_capacity_of(saved, like)
-        if _of_model(saved) != isinstance(like, Cache):
-            kinds = ("of one layer", "of a whole model")
-            raise ValueError(
-                f"save {step} in {path} has the cache {kinds[_of_model(saved)]}, and `like` is one "
-                f"{kinds[isinstance(like, Cache)]}; make `like` with {'init' if _of_model(saved) else 'init_layer'}"
-            )
-        different = summarize(differences(saved, describe(room)))
-        if different:
-            raise ValueError(
-                f"save {step} in {path} is of another kind of cache; make `like` of that kind, or save again: "
-                + "; ".join(different)
-            )
+        _check_kind(saved, room, like, f"save {step} in {path}")
         homes = _homes(room)
         wanted = {
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=typed(home))
@@ -258,10 +217,12 @@ def _restore(path: Path, like: Cache | LayerCache, step: int) -> Any:
                 step, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(wanted))
             )["arrays"]
         except Exception as error:
-            raise damage(f"its arrays cannot be read ({_short(error)})") from error
+            raise _damage(path, step, f"its arrays cannot be read ({_short(error)})") from error
     changed = [name for name in wanted if _digest(found[name]) != digests.get(name)]
     if changed:
-        raise damage(f"{', '.join(changed[:4])} changed since it was written")
+        raise _damage(path, step, f"{', '.join(changed[:4])} changed since it was written")
+
+    # A cache of the capacity that was saved, then one that has grown to that of `like`.
     leaves = [
         jax.device_put(found[name], home) for name, home in zip(wanted, homes, strict=True)
     ]
@@ -271,6 +232,78 @@ def _restore(path: Path, like: Cache | LayerCache, step: int) -> Any:
     grown = jax.tree.leaves(grow(cache, like.spec.capacity))
     moved = [jax.device_put(leaf, home) for leaf, home in zip(grown, _homes(like), strict=True)]
     return jax.tree.unflatten(jax.tree.structure(like), moved)
+
+
+def _damage(path: Path, step: int, what: str) -> DamagedSaveError:
+    return DamagedSaveError(f"save {step} in {path} is damaged: {what}")
+
+
+def _check_files(path: Path, step: int) -> None:
+    """Raises DamagedSaveError for a save that has anything but files and folders, such as a link
+    to a file elsewhere.
+    """
+    try:
+        folder = path / str(step)
+        modes = {entry: entry.lstat().st_mode for entry in (folder, *folder.rglob("*"))}
+    except OSError as error:  # a writer removes it
+        raise _damage(path, step, f"its files cannot be listed ({_short(error)})") from error
+    strange = sorted(
+        entry for entry, mode in modes.items() if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+    )
+    if strange:
+        raise _damage(
+            path, step, f"{strange[0]} is a link or another kind of file, which is not read"
+        )
+
+
+def _read_description(manager: Any, path: Path, step: int) -> dict[str, Any]:
+    """Returns the description of a save.
+
+    Raises:
+      DamagedSaveError: it is not as it was written.
+      ValueError: another version of kvjax wrote it, in another format.
+    """
+    try:
+        saved = manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))[
+            "about"
+        ]
+    except Exception as error:
+        raise _damage(
+            path, step, f"its description cannot be read ({_short(error)})"
+        ) from error
+    own = saved.pop("sha256_of_this", None) if isinstance(saved, dict) else None
+    if (version := _other_format(saved, own)) is not None:
+        age = "a newer" if version > FORMAT else "an older"
+        raise ValueError(
+            f"save {step} in {path} was written by {age} version of kvjax (its format is {version}, and this "
+            f"version reads {FORMAT}); restore it with that version, or save the cache again"
+        )
+    if digest_json(saved) != own:
+        raise _damage(path, step, "its description has changed since it was written")
+    if wrong := _malformed(saved):
+        raise _damage(path, step, f"its description {wrong}")
+    description: dict[str, Any] = saved
+    return description
+
+
+def _check_kind(
+    saved: dict[str, Any], room: Cache | LayerCache, like: Cache | LayerCache, what: str
+) -> None:
+    """Raises ValueError if the save that is called `what` has another kind of cache than `like`;
+    `room` is `like` with the capacity of the save.
+    """
+    if _of_model(saved) != isinstance(like, Cache):
+        kinds = ("of one layer", "of a whole model")
+        raise ValueError(
+            f"{what} has the cache {kinds[_of_model(saved)]}, and `like` is one "
+            f"{kinds[isinstance(like, Cache)]}; make `like` with {'init' if _of_model(saved) else 'init_layer'}"
+        )
+    different = summarize(differences(saved, describe(room)))
+    if different:
+        raise ValueError(
+            f"{what} is of another kind of cache; make `like` of that kind, or save again: "
+            + "; ".join(different)
+        )
 
 
 def _other_format(saved: Any, own: Any) -> int | None:
