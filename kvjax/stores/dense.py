@@ -109,11 +109,17 @@ class Dense(Store):
         if start is None or T > SPANS:
             return attend_zone(q, st.k, st.v, start, st.count, logits=logits)
         span = Span(st.k, st.v, start, jnp.broadcast_to(st.count[:, None], start.shape))
-        part = ops.attend_span(
-            jnp.swapaxes(q, 2, 3).reshape(B, K, T * G, D), span, logits=logits, part=True
-        )
-        by_head = (jnp.swapaxes(x.reshape(B, K, T, G, *x.shape[3:]), 2, 3) for x in part)
-        return PartialAttention(*(x.reshape(B, K, G * T, *x.shape[4:]) for x in by_head))
+        # The tokens are to the kernel the steps of a row: it takes the queries of each together.
+        by_token = jnp.swapaxes(q, 2, 3).reshape(B, K, T * G, D)
+        part = ops.attend_span(by_token, span, logits=logits, part=True)
+
+        def by_head(x: Array) -> Array:
+            """[B, K, T*G, ...] as [B, K, G*T, ...]."""
+            rest = x.shape[3:]
+            split = x.reshape(B, K, T, G, *rest)
+            return jnp.swapaxes(split, 2, 3).reshape(B, K, G * T, *rest)
+
+        return PartialAttention(by_head(part.out), by_head(part.lse))
 
     def attend_slots(
         self, st: Block, q: Array, selection: Selection, *, logits: Logits

@@ -97,42 +97,50 @@ class Prefixed(Sharing, Wrapper):
         B, K, G, T, D = q.shape
         groups = self.groups(st.prefix)
         n = groups.row.shape[1]
-        queries = jnp.moveaxis(groups.gather(q), 1, 3)
-        starts = None if start is None else groups.gather(start)
+        queries = jnp.moveaxis(groups.gather(q), 1, 3)  # [P, K, G, n, T, D]
+        starts = None if start is None else groups.gather(start)  # [P, n, T]
+
+        # The rows of a prefix read it together, up to as many as `Dense` has a kernel for.
         at_once = SPANS if T == 1 and isinstance(self.store, Dense) else n
-
-        def read(first: int) -> list[Array]:
+        outs = []
+        lses = []
+        for first in range(0, n, at_once):
             rows = slice(first, first + at_once)
-            chunk = queries[:, :, :, rows]
-            own = None if starts is None else starts[:, rows].reshape(len(starts), -1)
-            part = self.store.attend_chunk(
-                st.shared.value, chunk.reshape(*chunk.shape[:3], -1, D), own, logits=logits
-            )
-            return [x.reshape(*chunk.shape[:5], *x.shape[3:]) for x in part]
+            of_rows = queries[:, :, :, rows]
+            lead = of_rows.shape[:5]
+            chunk = of_rows.reshape(*lead[:3], -1, D)
+            since = None if starts is None else starts[:, rows].reshape(len(starts), -1)
+            part = self.store.attend_chunk(st.shared.value, chunk, since, logits=logits)
+            outs.append(part.out.reshape(*lead, part.out.shape[3]))
+            lses.append(part.lse.reshape(lead))
 
-        def by_row(parts: tuple[Array, ...], fill: float) -> Array:
+        def by_row(parts: list[Array], fill: float) -> Array:
+            """Parts [P, K, G, rows, T, ...] of all rows as [B, K, G*T, ...]."""
             x = jnp.moveaxis(jnp.concatenate(parts, axis=3), 3, 1)
             return groups.scatter(x, fill).reshape(B, K, G * T, *x.shape[5:])
 
-        out, lse = zip(*map(read, range(0, n, at_once)), strict=True)
-        return PartialAttention(by_row(out, 0), by_row(lse, -jnp.inf))
+        return PartialAttention(by_row(outs, 0), by_row(lses, -jnp.inf))
 
     def gather(self, st: PrefixedBlock, selection: Selection) -> tuple[Array, Array]:
         B, K, H, M = selection.slots.shape
         of_prefix, own = self._split(st, selection)
         groups = self.groups(st.prefix)
-        by_prefix = Selection(*(self._as_heads(groups.gather(a)) for a in of_prefix))
+        # Each prefix is gathered from once, with the lists of its rows as lists of heads.
+        by_prefix = Selection(
+            self._as_heads(groups.gather(of_prefix.slots)),
+            self._as_heads(groups.gather(of_prefix.valid)),
+        )
+        shared_k, shared_v = self.store.gather(st.shared.value, by_prefix)
+        own_k, own_v = self.store.gather(st.own, own)
+        is_shared = of_prefix.valid.reshape(B, K, H * M, 1)
 
         def joined(shared: Array, own: Array) -> Array:
-            shared = jnp.moveaxis(
-                shared.reshape(shared.shape[0], K, -1, H * M, shared.shape[3]), 2, 1
-            )
-            taken = of_prefix.valid.reshape(B, K, H * M, 1)
-            return jnp.where(taken, groups.scatter(shared).astype(own.dtype), own)
+            """`shared` [P, K, n*H*M, D] where a slot is of the prefix, else `own` [B, K, H*M, D]."""
+            by_row = shared.reshape(shared.shape[0], K, -1, H * M, shared.shape[3])
+            by_row = groups.scatter(jnp.moveaxis(by_row, 2, 1))
+            return jnp.where(is_shared, by_row.astype(own.dtype), own)
 
-        found = self.store.gather(st.shared.value, by_prefix), self.store.gather(st.own, own)
-        k, v = (joined(*pair) for pair in zip(*found, strict=True))
-        return k, v
+        return joined(shared_k, own_k), joined(shared_v, own_v)
 
     def attend_slots(
         self, st: PrefixedBlock, q: Array, selection: Selection, *, logits: Logits
@@ -147,18 +155,23 @@ class Prefixed(Sharing, Wrapper):
         of_prefix, own = self._split(st, selection)
         G = q.shape[2]
         shared = st.shared.value
+
+        # The selected slots of the prefix as a mask over all of it, for each query head.
         slots = jnp.where(of_prefix.valid, of_prefix.slots, self.tokens)
-        at = *jnp.ix_(*map(jnp.arange, (B, K, H, M)))[:3], slots
-        chosen = jnp.zeros((B, K, H, self.tokens), bool).at[at].set(True, mode="drop")
-        mask = self._as_heads(groups.gather(jnp.repeat(chosen, G // H, axis=2)))
-        part = attend_part(
-            self._as_heads(groups.gather(q)), shared.k, shared.v, mask, logits=logits
-        )
+        row, kv_head, head, _ = jnp.ix_(*map(jnp.arange, (B, K, H, M)))
+        mask = jnp.zeros((B, K, H, self.tokens), bool)
+        mask = mask.at[row, kv_head, head, slots].set(True, mode="drop")
+        mask = jnp.repeat(mask, G // H, axis=2)
+
+        # All rows of a prefix attend to it as if their heads were those of one row.
+        queries = self._as_heads(groups.gather(q))
+        masks = self._as_heads(groups.gather(mask))
+        part = attend_part(queries, shared.k, shared.v, masks, logits=logits)
 
         def by_row(x: Array, fill: float) -> Array:
-            return groups.scatter(
-                jnp.moveaxis(x.reshape(x.shape[0], K, -1, G, *x.shape[3:]), 2, 1), fill
-            )
+            """[P, K, n*G, ...] as [B, K, G, ...]."""
+            split = x.reshape(x.shape[0], K, -1, G, *x.shape[3:])
+            return groups.scatter(jnp.moveaxis(split, 2, 1), fill)
 
         whole = PartialAttention(by_row(part.out, 0), by_row(part.lse, -jnp.inf))
         return merge(whole, self.store.attend_slots(st.own, q, own, logits=logits))
