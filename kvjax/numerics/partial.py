@@ -221,23 +221,28 @@ def attend_causal(
     hold anything finite.
     """
     B, K, G, T, D = q.shape
-    parts = []
+    outs = []
+    lses = []
     for first in range(0, T, block):
-        size = min(block, T - first)
+        # The queries of tokens [first, stop) see keys of tokens [low, stop) at most.
+        stop = min(first + block, T)
         low = 0 if window is None else max(0, first - window + 1)
-        kb, vb = (a[:, :, low : first + size] for a in (k, v))
-        at = jnp.arange(first, first + size, dtype=jnp.int32)[:, None]
-        slot = jnp.arange(low, first + size, dtype=jnp.int32)[None]
-        mask = slot <= at
+        token = jnp.arange(first, stop, dtype=jnp.int32)[:, None]
+        slot = jnp.arange(low, stop, dtype=jnp.int32)[None]
+        mask = slot <= token
         if window is not None:
-            mask &= slot > at - window
-        qb = q[:, :, :, first : first + size].reshape(B, K, G * size, D)
-        p = attend_part(qb, kb, vb, jnp.tile(mask, (G, 1))[None, None], logits=logits)
-        parts.append(
-            PartialAttention(p.out.reshape(B, K, G, size, -1), p.lse.reshape(B, K, G, size))
+            mask &= slot > token - window
+        part = attend_part(
+            q[:, :, :, first:stop].reshape(B, K, G * (stop - first), D),
+            k[:, :, low:stop],
+            v[:, :, low:stop],
+            jnp.tile(mask, (G, 1))[None, None],
+            logits=logits,
         )
-    out = jnp.concatenate([p.out for p in parts], axis=3)
-    lse = jnp.concatenate([p.lse for p in parts], axis=3)
+        outs.append(part.out.reshape(B, K, G, stop - first, -1))
+        lses.append(part.lse.reshape(B, K, G, stop - first))
+    out = jnp.concatenate(outs, axis=3)
+    lse = jnp.concatenate(lses, axis=3)
     return PartialAttention(out.reshape(B, K, G * T, -1), lse.reshape(B, K, G * T))
 
 

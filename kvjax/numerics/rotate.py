@@ -183,34 +183,40 @@ def encode(
     split = jnp.abs(rotated).reshape(*lead, D // subspace, subspace)
     radius = jnp.sqrt(jnp.sum(split * split, axis=-1))
     u = split / jnp.maximum(radius, 1e-8)[..., None]
-    if bits == 8:
-        largest = jnp.maximum(jnp.max(u, axis=-1, keepdims=True), 1e-8)
-        index = jnp.minimum(u * (128 / largest), 127).astype(jnp.uint8)
-    else:
-        bounds, _ = lloyd_max(subspace, 2 ** (bits - 1))
-        index = jnp.zeros(u.shape, jnp.uint8)
-        for bound in bounds:
-            index += (u > np.float32(bound)).astype(jnp.uint8)
+
+    # Signs and sizes: a bit of all channels after the other.
+    index = _size_index(u, subspace, bits)
     planes = [
         ((index >> jnp.uint8(bit)) & jnp.uint8(1)).astype(bool).reshape(*lead, D)
         for bit in range(bits - 1)
     ]
-    size = _size([p.reshape(split.shape) for p in planes], subspace)
+    signs = pack_bits(rotated >= 0)
+    sizes = jnp.concatenate([pack_bits(plane) for plane in planes], axis=-1)
+
+    # The weight makes up for how far the decoded direction is from the true one.
+    size = _size([plane.reshape(split.shape) for plane in planes], subspace)
     alignment = jnp.sum(u * size, axis=-1)
     weight = radius / jnp.maximum(alignment, 1e-6) if correct else radius
     if least:
         weight = radius * alignment / jnp.sum(size * size, axis=-1)
-    sizes = jnp.concatenate([pack_bits(plane) for plane in planes], axis=-1)
     if coded_radii:
-        return Directions(
-            pack_bits(rotated >= 0), sizes, _code_radii(weight, rotated, subspace)
-        )
+        return Directions(signs, sizes, _code_radii(weight, rotated, subspace))
     if subspace == D:
         half = jnp.minimum(weight, np.float32(65504)).astype(jnp.float16)
-        return Directions(
-            pack_bits(rotated >= 0), sizes, lax.bitcast_convert_type(half, jnp.uint16)
-        )
-    return Directions(pack_bits(rotated >= 0), sizes, _bf16_bits(weight))
+        return Directions(signs, sizes, lax.bitcast_convert_type(half, jnp.uint16))
+    return Directions(signs, sizes, _bf16_bits(weight))
+
+
+def _size_index(u: Array, subspace: int, bits: int) -> Array:
+    """u8[..., N, m]: the number of the size of each channel of directions u, all >= 0."""
+    if bits == 8:
+        largest = jnp.maximum(jnp.max(u, axis=-1, keepdims=True), 1e-8)
+        return jnp.minimum(u * (128 / largest), 127).astype(jnp.uint8)
+    bounds, _ = lloyd_max(subspace, 2 ** (bits - 1))
+    index = jnp.zeros(u.shape, jnp.uint8)
+    for bound in bounds:
+        index += (u > np.float32(bound)).astype(jnp.uint8)
+    return index
 
 
 def decode(code: Directions) -> Array:
@@ -274,7 +280,8 @@ def _code_radii(weight: Array, rotated: Array, subspace: int) -> Array:
     for bound in bounds:
         codes += (share > np.float32(bound)).astype(jnp.uint8)
     bits = _bf16_bits(length)
-    low, high = ((bits >> jnp.uint16(shift)).astype(jnp.uint8) for shift in (0, 8))
+    low = (bits >> jnp.uint16(0)).astype(jnp.uint8)
+    high = (bits >> jnp.uint16(8)).astype(jnp.uint8)
     return jnp.concatenate([low, high, pack_codes(codes, 4)], axis=-1)
 
 

@@ -271,10 +271,13 @@ def _stream(
         k, v = (a.astype(q.dtype) for a in read(state, first, size))
         return merge(done, part(q, k, v, jnp.clip(stop - first, 0, size)))
 
+    # Whole blocks, as many as any row has slots in.
     blocks = jnp.minimum(-(-jnp.max(stop) // block), whole)
     B, K, G, T, D = q.shape
     done = vary_with(empty_part((B, K, G * T, D)), q, state, stop)
     done = lax.fori_loop(0, blocks, lambda i, done: merged(i * block, block, done), done)
+
+    # The rest is a shorter block, and so stands outside of the loop.
     if slots % block:
         first = whole * block
         last = partial(merged, first, slots - first)

@@ -80,9 +80,13 @@ def host_rows_first(
     B, K, P, _, Z, D = x.shape
     N = index.shape[2]
     places = device[0].shape[2]
+
+    # The number of the row at each place: those of `index`, that of `edge`, then none.
     at_edge = jnp.broadcast_to(edge[:, None, None], (B, K, 1))
     padding = jnp.full((B, K, max(places - N - 1, 0)), -1, jnp.int32)
     index = jnp.concatenate([index, at_edge, padding], axis=2)[:, :, :places]
+
+    # Rows of x, or of the recent block where the number is P or more.
     rows = _gather_rows(x, jnp.where(index < P, index, -1))
     slots = index[..., None] - P + jnp.arange(Z, dtype=jnp.int32)[None, None, None]
     slots = jnp.clip(slots, 0, recent[0].shape[2] - 1).reshape(B, K, places * Z, 1)

@@ -134,15 +134,17 @@ def estimated_mass(q: Array, k: Array, stop: Array, *, logits: Logits) -> Array:
     S = k.shape[2] // BLOCK * BLOCK
     rows = BLOCK // STRIDE // EVERY
     columns = BLOCK // STRIDE
-    q = q.astype(k.dtype).reshape(B, K, G * T // STRIDE // EVERY, EVERY, STRIDE, D)[
-        :, :, :, -1, ::-1
-    ]
-    tiles = (
-        q.reshape(*q.shape[:3], STRIDE * D),
-        k[:, :, :S].reshape(B, K, S // STRIDE, STRIDE * D),
-    )
-    sums = jnp.einsum("bkre,bkje->bkrj", *tiles).astype(jnp.float32)
+
+    # The sum over an antidiagonal of each tile of STRIDE queries and keys, as one product: the
+    # queries of a stride in reverse order, beside the keys of one. One stride in EVERY is scored.
+    strides = q.astype(k.dtype).reshape(B, K, G * T // STRIDE // EVERY, EVERY, STRIDE, D)
+    scored = strides[:, :, :, -1, ::-1]
+    scored = scored.reshape(*scored.shape[:3], STRIDE * D)
+    keys = k[:, :, :S].reshape(B, K, S // STRIDE, STRIDE * D)
+    sums = jnp.einsum("bkre,bkje->bkrj", scored, keys).astype(jnp.float32)
     scores = logits.of_means(sums, STRIDE)
+
+    # Their softmax over all strides of keys that are stored as a whole, summed by block.
     whole = STRIDE * (_count(S // STRIDE, 4) + 1) <= stop[:, None, None, None]
     scores = jnp.where(whole, scores, -jnp.inf)
     top = jnp.max(scores, axis=-1, keepdims=True)

@@ -76,37 +76,46 @@ def attend_quantized(
     """
     slots = keys[0].shape[2]
     D = q.shape[-1]
+    # A block has whole groups: it is a multiple of the longer of keys' and values'.
     group = slots // min(keys[-1].shape[2], values[-1].shape[2])
     block = min(max(256, slots // 64) // group * group or group, slots)
-    few = q.shape[2] <= slots * D // max(keys[-1][0, 0].size, values[-1][0, 0].size)
+    # With more queries than the smallest group has values, decoding takes fewer products.
+    scales = max(keys[-1][0, 0].size, values[-1][0, 0].size)  # of a row and head
+    few = q.shape[2] <= slots * D // scales
     folds = few and isinstance(keys, QuantArray)
     half = q.dtype if q.dtype.itemsize == 2 else jnp.float32
     q = q.astype(jnp.float32)
-    start, stop = (a[:, None] if a.ndim == 1 else a for a in (start, stop))
-    operands = q, keys, values, start, stop
+    if start.ndim == 1:
+        start = start[:, None]
+    if stop.ndim == 1:
+        stop = stop[:, None]
 
     def in_blocks(block: int, folds: bool, dtype: Any) -> Callable[..., PartialAttention]:
+        """`block` tokens at a time: their codes are multiplied if it `folds`, or else decoded to
+        `dtype`.
+        """
+
         def one(
             i: Array, q: Array, keys: Codes, values: Codes, start: Array, stop: Array
         ) -> PartialAttention:
-            first = jnp.minimum(
-                i * block, slots - block
-            )  # the last block overlaps the one before: mask the overlap
+            # The last block ends at the last slot, and masks what the one before it has read.
+            first = jnp.minimum(i * block, slots - block)
             slot = (first + jnp.arange(block, dtype=jnp.int32))[None, None]
-            mask = (slot >= jnp.maximum(start, i * block)[..., None]) & (
-                slot < stop[..., None]
-            )  # [B, Q, block]
+            begun = slot >= jnp.maximum(start, i * block)[..., None]
+            mask = begun & (slot < stop[..., None])  # [B, Q, block]
             seen = jnp.any(mask, axis=1)[:, None]
             # Without the barrier XLA widens all codes and scales ahead of the loop.
-            kb, vb = lax.optimization_barrier(
-                tuple(slice_tokens(a, first, block) for a in (keys, values))
+            some_keys, some_values = lax.optimization_barrier(
+                (slice_tokens(keys, first, block), slice_tokens(values, first, block))
             )
             if not folds:
-                k = decoded(kb, D).astype(dtype)
-                v = keep_valid(decoded(vb, D), seen).astype(dtype)
+                k = decoded(some_keys, D).astype(dtype)
+                v = keep_valid(decoded(some_values, D), seen).astype(dtype)
                 return attend_part(q, k, v, mask[:, None], logits=logits)
-            weights, total, lse = exp_weights(logits.of(_scores(q, kb)), mask[:, None])
-            return PartialAttention(_mix(weights, vb, seen, D) / total[..., None], lse)
+            scores = logits.of(_scores(q, some_keys))
+            weights, total, lse = exp_weights(scores, mask[:, None])
+            mixed = _mix(weights, some_values, seen, D)
+            return PartialAttention(mixed / total[..., None], lse)
 
         def bounds(*operands: Any) -> tuple[int, Array]:
             return 0, quotient(jnp.max(operands[-1]) + (block - 1), block)
@@ -118,6 +127,7 @@ def attend_quantized(
     blocks = in_blocks(block, folds, jnp.float32)
     quarter = min(-(-slots // (4 * group)) * group, slots)
     for_a_gpu = in_blocks(max(block, quarter), False, half)
+    operands = q, keys, values, start, stop
     return for_gpu(for_a_gpu, blocks, *operands) if few else blocks(*operands)
 
 

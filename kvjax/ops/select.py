@@ -284,31 +284,40 @@ def _top_by_counts(ranked: Array, k: int) -> Sequence[Array]:
         return lax.top_k(ranked, k)
     ranked = ranked.reshape(-1, U)
     keys = in_order(ranked)
-    least = jnp.zeros((len(keys), 1), jnp.uint32)
-    for shift in range(28, -1, -4):
-        at_least = [keys >= least + jnp.uint32(digit << shift) for digit in range(1, 16)]
-        zeros = [jnp.int32(0)] * len(at_least)
-        counts = lax.reduce(
-            [at.astype(jnp.int32) for at in at_least],
-            zeros,
-            lambda a, b: list(map(lax.add, a, b)),
-            (1,),
-        )
-        least += sum((count >= k).astype(jnp.uint32) for count in counts)[:, None] << shift
+    least = _least_by_digits(keys, k)
+
+    # The units above the lowest leave room for so many of those equal to it, of the lower slots.
     above = keys > least
     level = keys == least
     ranks, levels = lax.cumsum(jnp.stack([above, level]).astype(jnp.int32), axis=2)
-    spare = k - ranks[:, -1:]  # of the level, the lower slots
-    place = jnp.where(
-        above | (level & (levels <= spare)), ranks + jnp.minimum(levels, spare) - 1, k
-    )
-    slots = put_last(
-        jnp.zeros((len(keys), k), jnp.int32),
-        place,
-        lax.broadcasted_iota(jnp.int32, keys.shape, 1),
-    )
+    room = k - ranks[:, -1:]
+    chosen = above | (level & (levels <= room))
+
+    # Each of them goes to its place among the k, in order of slots; then the k are sorted.
+    place = jnp.where(chosen, ranks + jnp.minimum(levels, room) - 1, k)
+    slot = lax.broadcasted_iota(jnp.int32, keys.shape, 1)
+    slots = put_last(jnp.zeros((len(keys), k), jnp.int32), place, slot)
     best, order = lax.top_k(jnp.take_along_axis(ranked, slots, axis=1), k)
     return [a.reshape(*lead, k) for a in (best, jnp.take_along_axis(slots, order, axis=1))]
+
+
+def _least_by_digits(keys: Array, k: int) -> Array:
+    """Returns the lowest of the k largest of keys u32[R, U], u32[R, 1]: four bits at a time, the
+    largest digit that at least k keys reach.
+    """
+    least = jnp.zeros((len(keys), 1), jnp.uint32)
+    for shift in range(28, -1, -4):
+        reached = [keys >= least + jnp.uint32(digit << shift) for digit in range(1, 16)]
+        # One reduction with 15 results, of which a GPU makes one kernel.
+        counts = lax.reduce(
+            [each.astype(jnp.int32) for each in reached],
+            [jnp.int32(0)] * len(reached),
+            lambda a, b: list(map(lax.add, a, b)),
+            (1,),
+        )
+        digit = sum((count >= k).astype(jnp.uint32) for count in counts)
+        least += digit[:, None] << shift
+    return least
 
 
 def _top_by_places(ranked: Array, k: int) -> Sequence[Array]:

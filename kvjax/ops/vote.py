@@ -162,24 +162,25 @@ def most_voted(
     count = of_lists(count, G)
     if complement is not None:
         total, start, stop = (of_lists(x, G) for x in complement)
-        count = jnp.maximum(count, total - jnp.maximum(stop - local - start, 0))
+        beside = jnp.maximum(stop - local - start, 0)  # slots of the other zone
+        count = jnp.maximum(count, total - beside)
     count = jnp.broadcast_to(jnp.clip(count, 0, room), (B, 1, count.shape[2]))
     valid = jnp.arange(S, dtype=jnp.int32)[None] < length[:, None]
     votes = jnp.where(valid[:, None, None], votes.astype(jnp.int32), -1)
 
-    least = for_gpu(partial(_least_votes, bits=4), partial(_least_votes, bits=1), votes, count)[
-        ..., None
-    ]
+    least = for_gpu(partial(_least_votes, bits=4), partial(_least_votes, bits=1), votes, count)
+    least = least[..., None]
+
+    # The slots with more votes than the last leave room for so many with as many, of the lower.
     above = votes > least
     level = votes == least
     spare = count[..., None] - jnp.sum(above, axis=-1, dtype=jnp.int32, keepdims=True)
-    upto = lax.cumsum(level.astype(jnp.int32), axis=3)
-    selected = above | (level & (upto <= spare))
-    place = (
-        lax.cumsum(above.astype(jnp.int32), axis=3)
-        + jnp.minimum(upto, jnp.maximum(spare, 0))
-        - 1
-    )
+    level_rank = lax.cumsum(level.astype(jnp.int32), axis=3)
+    selected = above | (level & (level_rank <= spare))
+
+    # The place of a slot in the list is the number of selected slots before it.
+    above_rank = lax.cumsum(above.astype(jnp.int32), axis=3)
+    place = above_rank + jnp.minimum(level_rank, jnp.maximum(spare, 0)) - 1
     slots = lax.broadcasted_iota(jnp.int32, votes.shape, 3)
     listed = jnp.zeros((B, K, G, room), jnp.int32)
     listed = put_last(listed, jnp.where(selected, place, room), slots)

@@ -183,6 +183,7 @@ def _check_store(
     page = require_int(f"{name}.page", store.page, at_least=1)
     store.check(spec, chunk)
 
+    # Verbs that keep tokens.
     st = _call(store, "init", spec, slots)
     count = _traced(store, "init", lambda st: getattr(st, "count", None), st)
     _require_array(store, "init", count, _rows(spec), "a state with `count`")
@@ -195,6 +196,7 @@ def _check_store(
     after = _call(store, "append", st, k, v, _rows(spec))
     _require_same(store, "append", after, st, "its init gave")
 
+    # Attention of a step and of a chunk of a prompt.
     B = spec.batch
     K = spec.kv_heads
     G = spec.group
@@ -207,20 +209,27 @@ def _check_store(
     part = _call(store, "attend_chunk", st, of_two, start, logits=_step(spec).logits)
     _require_part(store, "attend_chunk", part, (B, K, 2 * G, E))
 
+    # Tokens as they are read back.
     read = _call(store, "decoded", k, v)
     if not isinstance(read, tuple) or len(read) != 2:
         raise _wrong(store, "decoded", read, "keys and values")
     for array, like in zip(read, (k, v), strict=True):
         _require_floats(store, "decoded", array, like.shape, "as the keys and values it got")
-    if not selects:
-        return
-    chosen: Any = Shape((B, K, 1, page), jnp.int32)
-    valid: Any = Shape(chosen.shape, jnp.bool_)
-    selection = Selection(chosen, valid)
-    rows = _call(store, "gather", st, selection)
+    if selects:
+        _check_gather(store, spec, st, page)
+
+
+def _check_gather(store: Store, spec: CacheSpec, st: Any, page: int) -> None:
+    """Checks what `store` reads of a selection of one page for each KV head."""
+    B = spec.batch
+    K = spec.kv_heads
+    slots: Any = Shape((B, K, 1, page), jnp.int32)
+    valid: Any = Shape(slots.shape, jnp.bool_)
+    rows = _call(store, "gather", st, Selection(slots, valid))
     if not isinstance(rows, tuple) or len(rows) != 2:
         raise _wrong(store, "gather", rows, "the keys and values of the selected slots")
-    for array, channels in zip(rows, (spec.head_dim, E), strict=True):
+    widths = (spec.head_dim, spec.value_dim or spec.head_dim)
+    for array, channels in zip(rows, widths, strict=True):
         _require_floats(
             store, "gather", array, (B, K, page, channels), "the selected slots in order"
         )

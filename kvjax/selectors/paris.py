@@ -251,16 +251,18 @@ class Paris(Selector):
             return self.score(ix, q, logits=logits)
         B = ix.codes.signs.shape[0]
         S = ix.codes.signs.shape[2]
-        start, stop = (
-            jnp.broadcast_to(jnp.asarray(x, jnp.int32), (B,)) for x in candidates.span
-        )
+        start = jnp.broadcast_to(jnp.asarray(candidates.span[0], jnp.int32), (B,))
+        stop = jnp.broadcast_to(jnp.asarray(candidates.span[1], jnp.int32), (B,))
+
+        # An index of only the visible tokens: their codes, and counts of their patterns.
         i = jnp.arange(min(window, S), dtype=jnp.int32)[None]
         place = start[:, None] + i
         seen = i < (stop - start)[:, None]
         codes = Directions(*(take_rows(a, place) for a in ix.codes))
-        visible = self._counted(
-            codes, self._tally(jnp.zeros_like(ix.counts), codes.signs, seen)
-        )
+        counts = self._tally(jnp.zeros_like(ix.counts), codes.signs, seen)
+        visible = self._counted(codes, counts)
+
+        # Its scores, at the slots of the tokens.
         scores = self.score(visible, q, logits=logits)
         at = jnp.broadcast_to(jnp.where(seen, place, S)[:, None, None], scores.shape)
         return put_last(jnp.zeros((*scores.shape[:3], S), jnp.float32), at, scores)
