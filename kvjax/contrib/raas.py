@@ -119,22 +119,34 @@ class BesidePrompt(Evicting):
 
     def _see_step(self, st: EvictingState, weights: Array, step: Step) -> Array:
         if self.page > 1:
-            order = jnp.argsort(page := self._positions(st) // self.page, axis=-1)
-            ids = jnp.take_along_axis(page, order, axis=-1)
-            first = jnp.concatenate(
-                [jnp.zeros_like(ids[..., :1]), jnp.diff(ids) != 0], axis=-1, dtype=jnp.int32
-            )
-            number = jnp.take_along_axis(
-                jnp.cumsum(first, axis=-1), jnp.argsort(order, axis=-1), axis=-1
-            )
-            best = jax.vmap(jax.vmap(lambda w, i: jnp.zeros_like(w).at[:, i].max(w)))(
-                weights, number
-            )
-            total = jnp.sum(best, axis=-1, keepdims=True)
-            if step.sinks is not None:  # what the weights lack to 1, and no page of its own
-                total += 1 - jnp.sum(weights, axis=-1, keepdims=True)
-            best /= jnp.maximum(total, jnp.finfo(best.dtype).tiny)
-            weights = jnp.take_along_axis(
-                best, jnp.broadcast_to(number[:, :, None], best.shape), axis=-1
-            )
+            page = self._positions(st) // self.page
+            weights = _weights_of_pages(weights, page, has_sinks=step.sinks is not None)
         return super()._see_step(st, weights, step)
+
+
+def _weights_of_pages(weights: Array, page: Array, *, has_sinks: bool) -> Array:
+    """f32[B, K, G, S]: for each slot the weight of its page, in a softmax over the largest
+    score in each page.
+
+    `weights` f32[B, K, G, S] are those of the tokens in the slots, and `page` i32[B, K, S] their
+    pages. Sinks take what the weights lack to 1, and have no page of their own.
+    """
+    # The pages that a head holds tokens of, numbered from 0.
+    order = jnp.argsort(page, axis=-1)
+    in_order = jnp.take_along_axis(page, order, axis=-1)
+    begins = jnp.concatenate(
+        [jnp.zeros_like(in_order[..., :1]), jnp.diff(in_order) != 0], axis=-1, dtype=jnp.int32
+    )
+    number = jnp.cumsum(begins, axis=-1)
+    number = jnp.take_along_axis(number, jnp.argsort(order, axis=-1), axis=-1)
+
+    # The largest weight of each page is in proportion to the exponential of its largest score.
+    def largest(weights: Array, number: Array) -> Array:
+        return jnp.zeros_like(weights).at[:, number].max(weights)
+
+    best = jax.vmap(jax.vmap(largest))(weights, number)
+    total = jnp.sum(best, axis=-1, keepdims=True)
+    if has_sinks:
+        total += 1 - jnp.sum(weights, axis=-1, keepdims=True)
+    best /= jnp.maximum(total, jnp.finfo(best.dtype).tiny)
+    return jnp.take_along_axis(best, jnp.broadcast_to(number[:, :, None], best.shape), axis=-1)
