@@ -26,7 +26,7 @@ from kvjax.spec import CacheSpec
 
 # Time of a step that verifies 5 to 8 tokens in steps of full attention. Measured for the kernel
 # of a layer on an H200: 137 us for 8 tokens and 124 us for one, of 131072 tokens with D = 128
-# (`benchmarks/NOTES.md`).
+# (`decode_tokens.json`).
 VERIFICATION = 1.1
 # Share of drafted tokens that are right before a row has drafted any, and the number of tokens
 # which that expectation counts as. fier at a budget of 1024 agreed with full attention in .935 to
