@@ -156,6 +156,50 @@ def alike_gain() -> str:
     return span(100 * min(gains), 100 * max(gains))
 
 
+# --------------------------------------------------------------------------------------------------------- performance
+
+
+def sparse_seconds(method: str) -> str:
+    """Seconds to read a prompt of 131072 tokens with a sparse prompt, or without."""
+    (row,) = [
+        row
+        for row in load_rows("ttft_sparse")
+        if (row["method"], row["what"]) == (method, "prompt")
+    ]
+    return f"{row['seconds']:.1f}"
+
+
+def _sparse_answer(what: str, share: float) -> dict[str, Any]:
+    """What a published model did after 32768 tokens, by the share of blocks that it read."""
+    (row,) = [
+        row
+        for row in load_rows("sparse_prompt")
+        if row["model"].startswith("Qwen")
+        and (row["what"], row["share"], row["tokens"]) == (what, share, 32768)
+    ]
+    return row
+
+
+def sparse_needle(share: float) -> str:
+    """Seconds to read a prompt with one of eight needles."""
+    return short(_sparse_answer("needles, one of 8", share)["seconds"])
+
+
+def sparse_loss(share: float) -> str:
+    """Nats of a token of the text after the prompt."""
+    return f"{_sparse_answer('text', share)['loss']:.2f}"
+
+
+def served(design: str, requests: int) -> str:
+    """How many times as fast as fixed batches a design of the engine is, by the model of it."""
+    (row,) = [
+        row
+        for row in load_rows("serving_model")
+        if (row["design"], row["requests"]) == (design, requests)
+    ]
+    return f"{row['ratio']:.2f}"
+
+
 # ------------------------------------------------------------------------------------------------------------- support
 
 
@@ -197,6 +241,21 @@ VALUES: dict[str, Callable[[], str]] = {
     "small_sharing": partial(shared_score, "eval_shared_small", "fier:share=4@64"),
     "small_selecting": partial(shared_score, "eval_shared_small", "fier@64"),
     "alike_gain": alike_gain,
+    "sparse_tenth": partial(sparse_seconds, "full|sparse:0.1"),
+    "sparse_twentieth": partial(sparse_seconds, "full|sparse:0.05"),
+    "without_sparse": partial(sparse_seconds, "full"),
+    "sparse_qwen": partial(sparse_needle, 0.1),
+    "exact_qwen": partial(sparse_needle, 1.0),
+    "sparse_loss": partial(sparse_loss, 0.1),
+    "exact_loss": partial(sparse_loss, 1.0),
+    "served_few": partial(served, "sizes", 64),
+    "served_many": partial(served, "sizes", 256),
+    "served_three_few": partial(served, "three, chunks", 64),
+    "served_three_many": partial(served, "three, chunks", 256),
+    "served_ride_few": partial(served, "three, chunks, together, ride", 64),
+    "served_ride_many": partial(served, "three, chunks, together, ride", 256),
+    "served_bound_few": partial(served, "bound", 64),
+    "served_bound_many": partial(served, "bound", 256),
     "fewest_dmas": fewest_dmas,
     "pages_at_most": partial(pages_of_dense, ("v5e", "v6e"), max),
     "pages_at_least": partial(pages_of_dense, ("tpu7x",), min),
