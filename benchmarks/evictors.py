@@ -110,7 +110,7 @@ def main(args: Sequence[str] | None = None) -> None:
     if given.text is None:
         parser.error("--text is needed")
     about = measured.about(directory, given.text, given.dtype, [given.prompt], given.new_tokens)
-    about |= {"budget": given.budget, "rows": given.rows, "needles": given.needles}
+    about |= {"budget": given.budget, "passages": given.rows, "needles": given.needles}
     words = np.array(
         measured.read_tokens(checkpoint, given.text, given.rows * given.prompt), np.int32
     )
