@@ -183,9 +183,8 @@ def test_stop_tokens_of_most_requests_have_one_shape():
     assert stop_array((4, 2)).tolist() == [4, 2] + [-1] * 6
 
 
-DEEP = Decoder(
-    dataclasses.replace(CONFIG, layers=4, windows=())
-)  # of one kind, so that it can be read by layer
+# Of one kind, so that it can be read by layer: with caches of two kinds where one of a kind is deep.
+DEEP = Decoder(CONFIG)
 FIER = kvjax.presets.parse("fier:budget=24")
 FREEKV = kvjax.presets.freekv(32, sink=4, local=4, page=4)
 
@@ -227,7 +226,7 @@ BY_LAYER = {
 )
 def test_a_deep_model_reads_a_prompt_layer_by_layer(policy, batch, monkeypatch):
     monkeypatch.setattr(prefilling, "CPU_CHUNKS", SMALL)
-    monkeypatch.setattr(prefilling, "DEEP", 2)
+    monkeypatch.setattr(prefilling, "DEEP", 1)
     rng = np.random.default_rng(2)
     prompt = pad_prompt(words(rng, *(70, 20, 101)[:batch]), rows=batch)
 
@@ -267,7 +266,7 @@ def test_a_deep_model_reads_a_prompt_layer_by_layer(policy, batch, monkeypatch):
 )
 def test_programs_that_compiled_ahead_for_shapes_are_those_that_run(model, policy, monkeypatch):
     if model is DEEP:
-        monkeypatch.setattr(prefilling, "DEEP", 2)
+        monkeypatch.setattr(prefilling, "DEEP", 1)
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), model)
     jax.clear_caches()
     cache = kvjax.init(policy, model.spec(batch=1, capacity=288), layers=model.config.layers)
@@ -308,7 +307,7 @@ def test_programs_that_compiled_ahead_for_shapes_are_those_that_run(model, polic
 def test_a_short_answer_compiles_one_layer_of_each_kind_and_is_the_same(
     policy, batch, monkeypatch
 ):
-    monkeypatch.setattr(prefilling, "DEEP", 2)
+    monkeypatch.setattr(prefilling, "DEEP", 1)
     rng, tokens = np.random.default_rng(4), 280
     prompt = words(rng, *(50, 20)[:batch])
     settings = {
@@ -358,11 +357,12 @@ def test_a_short_answer_compiles_one_layer_of_each_kind_and_is_the_same(
 
 def test_layers_that_follow_a_selection_decode_in_one_program(monkeypatch):
     monkeypatch.setattr(prefilling, "DEEP", 1)
+    model = Decoder(dataclasses.replace(CONFIG, layers=4, windows=()))
     for share, programs in ((1, 3), (2, 1)):
         policy = kvjax.presets.parse(f"fier:budget=24,dense_layers=0,share={share}")
-        cache = kvjax.init(policy, DEEP.spec(batch=1, capacity=288), layers=DEEP.config.layers)
+        cache = kvjax.init(policy, model.spec(batch=1, capacity=288), layers=4)
         logits = np.zeros((1, CONFIG.vocab_size), np.float32)
         assert (
-            len(kvjax.generation.Stream(DEEP, cache, logits, 1, short=True).programs())
+            len(kvjax.generation.Stream(model, cache, logits, 1, short=True).programs())
             == programs
         )
