@@ -460,6 +460,26 @@ def test_a_prompt_begins_without_a_look_at_all_that_wait(model, monkeypatch):
     assert count(20) == count(200)
 
 
+@pytest.mark.parametrize(
+    ("settings", "read"), [({}, 3), ({"readers": 1}, 1), ({"readers": 4}, 4)]
+)
+def test_prompts_are_read_beside_others_up_to_a_number(model, settings, read):
+    engine = kvjax.Engine(model, new_cache(8), chunk=2, **settings)
+    for prompt in words(110, 50, 20, 8):
+        engine.submit(prompt, max_new_tokens=2)
+        engine.step()
+    assert len(engine._scheduler.reading) == read
+
+
+def test_a_prompt_is_compared_with_few_of_those_that_wait(model):
+    """With so many as two rounds of slots: others begin later, if at all alike."""
+    engine = kvjax.Engine(model, new_cache(2))
+    for _ in range(9):
+        engine.submit([3, 4], max_new_tokens=2)
+    first, *_ = engine._scheduler.prompts(1)
+    assert len(list(engine._others(first))) == 2 * engine.slots - 1
+
+
 def test_iterating_over_a_request_runs_the_engine(model):
     engine = kvjax.Engine(model, new_cache(2), block=3)
     (first,), (second,) = (engine.submit(prompt, max_new_tokens=7) for prompt in words(9, 5))

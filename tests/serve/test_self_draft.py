@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -62,6 +64,22 @@ def test_the_acceptance_is_of_the_tokens_that_were_seen() -> None:
         steps.append(told.steps)
     assert steps[0] == 0
     assert steps == sorted(steps)
+
+
+def test_drafts_are_judged_by_rows_that_are_half_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, seen = SelfDraft.start, list[tuple[list[int], int]]()
+
+    def start(
+        self: SelfDraft, model: Any, cache: Any, prompt: Any, lengths: Any, new_tokens: int
+    ) -> Any:
+        seen.append((lengths.tolist(), new_tokens))
+        return real(self, model, cache, prompt, lengths, new_tokens)
+
+    monkeypatch.setattr(SelfDraft, "start", start)
+    model = Decoder(CONFIG, rngs=nnx.Rngs(3))
+    cache = kvjax.init(POLICY, model.spec(2, 97), layers=CONFIG.layers)
+    kvjax.Engine(model, cache, speculate="self")
+    assert seen == [([48, 48], 0)]
 
 
 @pytest.mark.parametrize("speculate", [None, SelfDraft(tokens=3)], ids=["plain", "self"])
