@@ -877,6 +877,22 @@ def test_threads_get_their_turn_in_the_order_in_which_they_ask():
     assert order == ["steps", "row", "save", *["steps"] * 49]
 
 
+def test_one_that_is_interrupted_while_it_waits_for_its_turn_leaves_the_line(monkeypatch):
+    turns = engines._Turns()
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with turns:
+        monkeypatch.setattr(turns._condition, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt), turns:
+            pass
+        assert len(turns._line) == 1
+        monkeypatch.undo()
+    with turns:
+        assert len(turns._line) == 1
+
+
 def test_a_row_is_copied_between_two_steps_of_a_thread_that_never_rests(model):
     engine = kvjax.Engine(model, new_cache(1), block=1)
     (request,) = engine.submit(words(9)[0], max_new_tokens=100)
