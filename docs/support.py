@@ -326,22 +326,38 @@ that is written by hand and compiled in the same run: bytes read and written; re
 of selected tokens and pages; copies of arrays as large as the cache's; temporary memory; and the CPU seconds that it
 took to compile.
 
-The time is derived, not measured: bytes at the chip's bandwidth, 30 ns for each DMA, and a kernel for TPUs as long as
-its bytes or its instructions take. It leaves out what XLA's own operations compute while nothing moves, such as the
-search for the highest scores, and the 30 ns were measured on no chip. By it, `fier` with single tokens does not pay
-on a v5e: its step has more than <!-- value: fewest_dmas --><!-- /value --> DMAs, whatever scores the tokens. With
-keys and values side by side they would be half as many, and the step as long as dense attention. On a v5e and a v6e
-`fier:page=32` and `quest`, which read pages, take at most <!-- value: pages_at_most --><!-- /value --> of the time of
-dense attention with one row of 131072 tokens; on a TPU7x they take <!-- value: pages_at_least --><!-- /value --> and
-more. A loop whose rounds depend on the data reads all of what it slices. DMAs in a loop count once.
+The time is derived, not measured: bytes at the chip's bandwidth, and 30 ns more for each slice that a gather reads by
+a DMA of its own. SparseCores, where the compiler gives them a gather, start 32 DMAs in that time, one by each of their
+subcores. A kernel for TPUs copies while it computes, so it takes as long as its bytes, its DMAs or its instructions,
+whichever is longest. Left out is what XLA's own operations compute while nothing moves, such as the search for the
+highest scores, and the 30 ns were measured on no chip. A loop whose rounds depend on the data reads all of what it
+slices.
+
+By it, with one row of 131072 tokens, `quest` on a v5e or a v6e and `fier:page=32` on a v5e, which read pages, take at
+most <!-- value: pages_at_most --><!-- /value --> of the time of dense attention, and `quest` on a TPU7x takes
+about <!-- value: quest_on_tpu7x --><!-- /value --> of it. `fier` with single tokens does not pay on a v5e: its step has
+more than <!-- value: fewest_dmas --><!-- /value --> DMAs, and half of dense attention's time has room for a fifth of
+them. With keys and values side by side they would be half as many; if each read 16 tokens, five selected ones would
+have to lie there on average. On a TPU7x the compiler gives that gather to SparseCores, and on a v6e with the option
+`xla_tpu_offload_gather_to_sparsecore`, with which the rows of v6e were compiled. But the clocks of both chips are not
+published, so their rows leave out the instructions of FIER's
+scores, <!-- value: score_bundles_v6e --><!-- /value --> bundles on a v6e
+and <!-- value: score_bundles_tpu7x --><!-- /value --> on a TPU7x: at 2 GHz `fier` would take about half of dense
+attention's time on a v6e, and as long as it on a TPU7x.
+
+With eight rows of 32768 tokens there are eight times as many DMAs, while dense attention takes twice as long: pages
+take less than half of it on a v5e, and not on a v6e or a TPU7x, whose memory is faster. `kivi` and `logquant` attend
+their codes where they lie: a step moves little more than the bytes of the cache.
 
 <!-- table: tpus -->
 <!-- end -->
 
-FIER's scores have a Pallas kernel for TPUs: in groups of 32 keys, with heads of 128 or 256, up to eight query heads a
-kv head, scales in bf16, and 4096 tokens of capacity or more. It reads the index that a GPU reads. Its instructions come
-in bundles, of which a v5e issues 1.5 billion a second; waiting for memory is left out. On the other chips its derived
-time is that of its bytes.
+Three operations have Pallas kernels for TPUs, all for heads of 128 or 256, up to eight query heads that share a
+selection, and arrays in bf16. `score_1bit`, FIER's scores, takes groups of 32 keys and 4096 tokens of capacity or more;
+`score_pages`, Quest's, takes 128 pages or more; `attend_pages` attends selected pages of a multiple of 16 tokens, and
+reads those of one list while it attends those of the one before. They read the index and the cache that a GPU reads.
+Instructions come in bundles, of which a v5e issues 1.5 billion a second; waiting for memory is left out, and of the
+loop that starts DMAs one round counts. On the other chips a kernel's derived time is that of its bytes and DMAs.
 
 <!-- table: tpu_kernels -->
 <!-- end -->

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from docs.tables.reading import load_measured, load_results, load_rows, load_scores
+from docs.tables.reading import load_file, load_measured, load_results, load_rows, load_scores
 from docs.tables.tpus import of_dense, steps_of
 from docs.tables.writing import short
 
@@ -209,6 +209,19 @@ def fewest_dmas() -> str:
     return f"{min(found) // 10000 * 10000:,}"
 
 
+def quest_on_tpu7x() -> str:
+    """The time of a step of `quest` with one row, as a share of dense attention."""
+    (row,) = steps_of("tpu7x", ("quest",))
+    return short(of_dense(row, "us"))
+
+
+def score_bundles(chip: str) -> str:
+    """Thousands of bundles that FIER's scores take on a chip."""
+    kernels = load_file("tpu")["kernels"]["rows"]
+    (row,) = [row for row in kernels if (row["chip"], row["name"]) == (chip, "score_1bit")]
+    return f"{round(row['bundles'] * row['steps'], -3):,}"
+
+
 def pages_of_dense(chips: tuple[str, ...], which: Callable[[list[float]], float]) -> str:
     """The time of steps that read pages, of one row, as a share of dense attention."""
     rows = [row for chip in chips for row in steps_of(chip, ("fier:page=32", "quest"))]
@@ -258,5 +271,7 @@ VALUES: dict[str, Callable[[], str]] = {
     "served_bound_many": partial(served, "bound", 256),
     "fewest_dmas": fewest_dmas,
     "pages_at_most": partial(pages_of_dense, ("v5e", "v6e"), max),
-    "pages_at_least": partial(pages_of_dense, ("tpu7x",), min),
+    "quest_on_tpu7x": quest_on_tpu7x,
+    "score_bundles_v6e": partial(score_bundles, "v6e"),
+    "score_bundles_tpu7x": partial(score_bundles, "tpu7x"),
 }
