@@ -213,7 +213,7 @@ def _picked(cell: dict[str, Any]) -> Cell:
     if cell["pick"] == "median":
         return Cell(cell["name"], statistics.median(values), None, source=cell["file"])
     order = sorted(range(len(values)), key=values.__getitem__)
-    at = order[("least", "second least").index(cell["pick"])]
+    at = order[("least", "second least", "third least").index(cell["pick"])]
     stderr = errors[at] if errors else None
     return Cell(cell["name"], values[at], stderr, source=cell["file"])
 
