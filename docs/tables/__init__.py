@@ -18,6 +18,7 @@ from docs.tables import (
     board,
     claims,
     commands,
+    faults,
     gpus,
     guides,
     methods,
@@ -63,6 +64,7 @@ TABLES: dict[str, Callable[[], str]] = {
         tpus.tpu_kernels,
         board.board_reads, board.board_holds, board.board_drafts, board.board_gsm8k, board.board_ruler,
         board.board_perplexity, board.board_smollm2, board.boards,
+        faults.mutants,
     )
 }  # fmt: skip
 TABLES |= {name: partial(commands.block, name) for name in commands.PAGES}
