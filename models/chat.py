@@ -22,7 +22,6 @@ from jax import Array
 from kvjax.cache.cache import Cache, outgrown
 from kvjax.cache.editing import truncate
 from kvjax.cache.growing import grow
-from kvjax.cache.saving import restore, save, saved_steps
 from kvjax.generation import Stream, stream
 from kvjax.generation.drafts import Draft
 from kvjax.generation.processors import Processors
@@ -136,6 +135,8 @@ class Chat:
         Raises:
           OSError: the directory cannot be written; see `kvjax.save`.
         """
+        from kvjax.cache.saving import save  # loads orbax, which an answer does not need
+
         folder, held = Path(directory), self._held
         step = capacity = None
         if held and self.cache is not None:
@@ -164,6 +165,8 @@ class Chat:
           FileNotFoundError: the directory has no saved conversation.
           ValueError: it is of another model, or its cache of another policy.
         """
+        from kvjax.cache.saving import restore, saved_steps
+
         kept = read_saved(directory)
         if kept["model"] != repr(self._checkpoint.config):
             raise ValueError(
