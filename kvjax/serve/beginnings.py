@@ -66,9 +66,17 @@ class SharedPrefixes:
     def in_use(self) -> int:
         return sum(map(bool, self.users))
 
-    def takes(self, start: SharedStart) -> bool:
-        """True if one more row can begin there."""
-        return start.prefix < 0 or len(self.users[start.prefix]) < self.sharers
+    def takes(self, start: SharedStart, prompt: np.ndarray) -> bool:
+        """True if one more row of a prompt can begin where `find` said earlier.
+
+        Between two answers to a prompt its prefix may have had no row, and may have been given
+        to another prompt.
+        """
+        if start.prefix < 0:
+            return True
+        held = self.prompts[start.prefix]
+        its_own = not start.store and np.array_equal(held, prompt[: start.tokens])
+        return its_own and len(self.users[start.prefix]) < self.sharers
 
     def held(self, tokens: int) -> int:
         """How many of the first `tokens` tokens of a prompt a prefix holds, in the layer where

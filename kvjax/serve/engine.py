@@ -736,7 +736,7 @@ class Engine:
             return True
         request: Any = prompt.requests[0]
         start = self._starts.get(prompt)
-        if start is None or not self._shared.takes(start):
+        if start is None or not self._shared.takes(start, request.prompt):
             others = [other.prompt for other in self._others(prompt)]
             room = self._slots.cache.spec.capacity - request.max_new_tokens
             start = self._shared.find(request.prompt, len(prompt.without_slot), others, room)

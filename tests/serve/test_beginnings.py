@@ -97,17 +97,29 @@ def test_a_prompt_too_long_alone_is_stored_or_waits():
 @pytest.mark.parametrize("sharers", [1, 2, 3])
 def test_a_prefix_has_as_many_rows_as_sharers(sharers):
     one = shared(count=1, sharers=sharers)
-    start = SharedStart(0, 40, store=True)
+    start = SharedStart(0, 40)
+    assert not one.takes(start, prompt(40)), "nothing is stored there"
     for slot in range(sharers):
-        assert one.takes(start)
         one.use(start, slot, prompt(40))
+        assert one.takes(start, prompt(40)) == (slot + 1 < sharers)
         found = one.find(prompt(45), 1, [], 100)
         assert found == (SharedStart(0, 40) if slot + 1 < sharers else SharedStart())
-    assert not one.takes(start)
-    assert one.takes(SharedStart())
+    assert not one.takes(start, prompt(40))
+    assert one.takes(SharedStart(), prompt(40))
     assert one.in_use == 1
     one.leave(0)
-    assert one.takes(start)
+    assert one.takes(start, prompt(40))
+
+
+def test_a_prefix_that_another_prompt_has_taken_is_looked_for_anew():
+    one = shared(count=1)
+    start = SharedStart(0, 40)
+    one.use(start, 0, prompt(40))
+    one.leave(0)
+    assert one.takes(start, prompt(45)), "nobody has taken it"
+    one.use(one.find(prompt(50, first=500), 2, [], 100), 0, prompt(50, first=500))
+    one.leave(0)
+    assert not one.takes(start, prompt(45))
 
 
 def test_a_stored_prefix_serves_only_prompts_that_have_all_of_it():

@@ -706,6 +706,40 @@ def test_more_answers_than_share_a_prefix_store_it_again(model):
         kvjax.Engine(model, new_cache(5, 128), sharers=0, **by)
 
 
+@pytest.mark.parametrize("name", SHARING)
+def test_a_prefix_goes_to_another_prompt_between_two_answers(model, name):
+    """The shorter prompt is read first, and its second answer waits for both of the longer one,
+    whose prefix takes the only place.
+    """
+    prompts = words(100, 50)
+    settings = {"max_new_tokens": 5, "n": 2, "sampling": sampling(1.0)}
+    settings |= {"key": jax.random.key(3)}
+    shared = {"prefixes": 1, "prefix_tokens": 64}
+    policy = SHARING[name]
+    engine = kvjax.Engine(
+        model,
+        new_cache(1, 128, policy),
+        block=4,
+        chunk=32,
+        readers=2,
+        prompt_tokens=64,
+        **shared,
+    )
+    long, short = (engine.submit(prompt, **settings) for prompt in prompts)
+    first_tokens = []
+    while any(not request.done for request in long + short):
+        engine.step()
+        for request in long + short:
+            if request.tokens and request not in first_tokens:
+                first_tokens.append(request)
+    assert first_tokens == [short[0], *long, short[1]], "the order that this is about"
+    for requests, prompt in ((long, prompts[0]), (short, prompts[1])):
+        plain = kvjax.Engine(model, new_cache(1, 128, policy), block=4, chunk=32)
+        same = plain.submit(prompt, **settings)
+        plain.run()
+        assert [request.tokens for request in requests] == [request.tokens for request in same]
+
+
 @pytest.mark.parametrize("policy", [kvjax.presets.full(), HOSTED], ids=["full", "hosted"])
 def test_prompts_are_read_ahead_and_wait_in_host_memory(model, policy):
     prompts = words(40, 30, 20, 10)
