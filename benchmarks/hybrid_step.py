@@ -5,8 +5,9 @@
 
 The model has the published sizes but few layers and random weights: three of four layers are
 gated delta nets, the others attention with heads of 256. A row is a whole step of `--layers`
-layers with embedding and head, by method and length x batch; "parts" are the device time of
-each kernel. Two more rows a cell are one layer alone: "delta" is the recurrence of a gated delta
+layers with embedding and head, by method and length x batch, beside the time to read its weights
+(of experts, those that tokens choose if they choose evenly), states and cache; "parts" are the
+device time of each kernel. Two more rows a cell are one layer alone: "delta" is the recurrence of a gated delta
 net (`kvjax.recurrence.advance`), whose floor is to read its state and the newest tokens beside
 it; "attention" is `Full` over the cache of one layer. With fla-core installed (and torch for a
 GPU) "fla" is its `fused_recurrent_gated_delta_rule` on the same sizes in the same run, which
@@ -21,7 +22,6 @@ import dataclasses
 import importlib.util
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -29,11 +29,11 @@ import jax.numpy as jnp
 from device_time import bytes_per_us
 from jax import Array
 from layers import clock, floor_us, names, numbers, options, out_of, parse, save, show
+from moe_steps import weight_bytes
 from throughput import fill, random_model
 
 import kvjax
 from kvjax import presets
-from kvjax.memory import nbytes
 from kvjax.models import Decoder, DecoderConfig, Experts, GatedDelta
 from kvjax.models.gated_delta import DeltaInputs
 from kvjax.models.rope import Default
@@ -94,7 +94,7 @@ def policy_of(method: str, budget: int) -> Any:
     return presets.parse(f"{method}:budget={budget},dense_layers=0")
 
 
-def step(model: Decoder, cache: kvjax.Cache, token: Array) -> tuple[Array, kvjax.Cache]:
+def step(cache: kvjax.Cache, model: Decoder, token: Array) -> tuple[Array, kvjax.Cache]:
     logits, cache = model(token[:, None], cache, last_logits=True)
     return logits, cache
 
@@ -114,9 +114,11 @@ def whole(
         for i, layer in enumerate(cache.layers)
         if i in model.config.recurrent
     )
-    floor = attention + (states + nbytes(model).device) / bytes_per_us()
-    run = jax.jit(partial(step, model), donate_argnums=0)
-    took, _ = clock(run, cache, jnp.zeros(batch, jnp.int32), calls=calls)
+    floor = attention + (states + weight_bytes(model, batch)) / bytes_per_us()
+    # The model is an argument: weights that a program closes over become constants of it, which
+    # take minutes to compile.
+    run = jax.jit(step, donate_argnums=0)
+    took, _ = clock(run, cache, model, jnp.zeros(batch, jnp.int32), calls=calls)
     return {
         "part": "step",
         "method": method,

@@ -81,18 +81,19 @@ def shrunk(config: DecoderConfig) -> DecoderConfig:
     return replace(config, **SMALL, windows=windows, experts=experts)
 
 
-def weight_bytes(model: models.Decoder) -> int:
-    """Bytes of the weights that one token reads: of the experts, those that it chooses."""
-    total, by = 0, model.config.experts
-    assert by is not None
+def weight_bytes(model: models.Decoder, batch: int = 1) -> float:
+    """Bytes of the weights that a step of `batch` tokens reads: all but the embedding, and of the
+    experts those that are chosen, if tokens choose independently and evenly.
+    """
+    by = model.config.experts
+    chosen = 1.0 if by is None else 1 - (1 - by.per_token / by.count) ** batch
+    total = 0.0
     for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(model)):
         name = jax.tree_util.keystr(path)
         if "embedding" in name and model.head is not None:
             continue
-        expert = leaf.ndim == 3 or name.endswith("_bias')].value")
-        total += (
-            leaf.size * leaf.dtype.itemsize * (by.per_token if expert else by.count) // by.count
-        )
+        of_experts = by is not None and leaf.shape[0] == by.count
+        total += leaf.size * leaf.dtype.itemsize * (chosen if of_experts else 1)
     return total
 
 
