@@ -228,6 +228,12 @@ def pages_of_dense(chips: tuple[str, ...], which: Callable[[list[float]], float]
     return short(which([of_dense(row, "us") for row in rows]))
 
 
+def idle_drafts() -> str:
+    """The least speed of drafts beside `full` where the cache is too short for them."""
+    rows = [row for row in load_rows("lossless_8192") if row["self_draft"]["idle"]]
+    return short(min(row["times_full"] for row in rows))
+
+
 VALUES: dict[str, Callable[[], str]] = {
     "short_row": short_row,
     "tiers_gain": partial(paris_gain, "as published", "plain votes"),
@@ -273,5 +279,6 @@ VALUES: dict[str, Callable[[], str]] = {
     "pages_at_most": partial(pages_of_dense, ("v5e", "v6e"), max),
     "quest_on_tpu7x": quest_on_tpu7x,
     "score_bundles_v6e": partial(score_bundles, "v6e"),
+    "idle_drafts": idle_drafts,
     "score_bundles_tpu7x": partial(score_bundles, "tpu7x"),
 }
