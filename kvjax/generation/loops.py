@@ -669,14 +669,17 @@ class _Rounds:
         return Fed(tokens, logits, cache, infos[0] if self.measure else ())
 
     def accepted(self, now: Round, fed: Array, drafted: Array, new: Array) -> Array:
-        """i32[B]: tokens of the draft that the model draws too, up to one that ends the row."""
+        """i32[B]: tokens of the draft that the model draws too, up to one that ends the row, or
+        after which there is no best token.
+        """
         T = fed.shape[1]
         if self.ruled is None:
             places = jnp.arange(1, T, dtype=jnp.int32)
             drawn = jax.vmap(now.draw, (1, None, 0), 1)(new[:, :-1], fed, places)
         else:  # rules have conditions, of which vmap would compute both sides
             drawn = jnp.stack([now.draw(new[:, i - 1], fed, i) for i in range(1, T)], axis=1)
-        right = accepted(drawn, fed[:, 1:], drafted, self.ends(fed)[:, :-1])
+        last = (self.ends(fed) | has_no_best(new))[:, :-1]
+        right = accepted(drawn, fed[:, 1:], drafted, last)
         return jnp.where(now.active, right, 0)
 
     def ends(self, fed: Array) -> Array:
@@ -700,6 +703,9 @@ class _Rounds:
         kept = place < taken[:, None]
         at = jnp.where(kept, s.emitted[:, None] + place, ROOM)
         after = jnp.take_along_axis(fed.logits, right[:, None, None], axis=1)[:, 0]
+        ended = jnp.any(self.ends(fed.tokens) & kept, axis=1) | (
+            now.active & has_no_best(after)
+        )
         attended, counted = s.attended, s.counted
         if self.measure:
             attended, counted = count_attended(attended, counted, fed.infos, kept.T)
@@ -714,7 +720,7 @@ class _Rounds:
             cache=rollback(fed.cache, s.cache.length + taken),
             logits=jnp.where(now.active[:, None], after, s.logits),
             tokens=put_last(s.tokens, at, fed.tokens),
-            active=s.active & ~jnp.any(self.ends(fed.tokens) & kept, axis=1),
+            active=s.active & ~ended,
             attended=attended,
             counted=counted,
             state=accept(drafter, fed.tokens, taken, drafted),

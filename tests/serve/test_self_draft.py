@@ -13,6 +13,7 @@ import kvjax
 from kvjax import SelfDraft
 from kvjax.generation.sampling import sampling
 from kvjax.models import Decoder
+from tests.fuzz import requests as fuzz_requests
 from tests.generation.test_log_probabilities import of_whole_text
 from tests.generation.test_self_draft import CONFIG, POLICY
 
@@ -113,3 +114,37 @@ def test_an_engine_refuses_drafts_from_the_text_of_one_run() -> None:
         ValueError, match=r"must be 'self' or a kvjax\.SelfDraft, got a PromptLookup"
     ):
         kvjax.Engine(model, cache, speculate="prompt-lookup")
+
+
+def test_drafts_in_slots_of_several_capacities_are_refused() -> None:
+    model = Decoder(CONFIG, rngs=nnx.Rngs(3))
+    cache = kvjax.init(POLICY, model.spec(2, 96), layers=CONFIG.layers)
+    with pytest.raises(ValueError, match="leave out small_slots, or make another engine"):
+        kvjax.Engine(model, cache, speculate="self", small_slots={64: 1})
+
+
+@pytest.mark.parametrize("seed", [3, 16, 26, 35])
+def test_a_row_ends_where_its_logits_are_not_finite(seed: int) -> None:
+    """Of drafts after that none is accepted: all of them, and all that follow, would be token 0.
+    A draft may name the token whose weights are damaged before it is drawn.
+    """
+    model = fuzz_requests.model_of("with drafts")
+
+    def answer(policy: Any, speculate: str | None) -> kvjax.serve.Request:
+        cache = kvjax.init(policy, model.spec(1, 96), layers=fuzz_requests.CONFIG.layers)
+        engine = kvjax.Engine(model, cache, chunk=32, block=16, speculate=speculate)
+        (request,) = engine.submit(
+            list(range(1, 60)),
+            max_new_tokens=25,
+            sampling=sampling(1.5),
+            key=jax.random.key(seed),
+        )
+        engine.run()
+        return request
+
+    policy = kvjax.presets.parse(fuzz_requests.POLICIES["with drafts"])
+    plain, drafted = answer(kvjax.Full(), None), answer(policy, "self")
+    assert (plain.reason, drafted.reason) == ("error", "error")
+    assert plain.tokens[-1] == fuzz_requests.NAN
+    assert drafted.tokens == plain.tokens[: len(drafted.tokens)]
+    assert len(drafted.tokens) >= len(plain.tokens) - 4  # a draft's tokens
