@@ -200,7 +200,7 @@ class Engine:
         default.
       speculate: "self", or a `kvjax.SelfDraft`: the rows draft by the selection of the cache,
         and texts are those of full attention (`speculation`). All rows wait for the slowest at
-        the end of a block, so a larger `block` suits drafts.
+        the end of a block, so a larger `block` suits drafts. Not with `small_slots`.
       log_probabilities: fills in `Request.log_probabilities`, as in `kvjax.generate`.
 
     Raises:
@@ -272,6 +272,11 @@ class Engine:
         elif prefix_tokens or sharers is not None:
             raise ValueError(
                 "prefix_tokens and sharers are for stored prefixes; say how many there are: prefixes=..."
+            )
+        if small_slots and speculate is not None:
+            raise ValueError(
+                "Engine(speculate=...) drafts in slots of one capacity; leave out small_slots, or make another engine "
+                "for short requests"
             )
         if small_slots:
             one_size = cache

@@ -87,6 +87,7 @@ EXACT = ("full", "windowed", "with drafts")
 ODD = ("quest", "hosted", "logquant", "h2o", "windowed")
 KEPT: dict[str, tuple[int, ...]] = {name: (int(name in ODD),) for name in POLICIES} | {
     "share": (0, 3),
+    "with drafts": (0, 2),  # drafts after a token that is not finite
     "kivi": (0, 30651),  # a prefix given away between two answers to its prompt
     "full": (0, 7027, 7122),  # kept rows whose last token was not finite
 }
@@ -124,7 +125,8 @@ class Settings:
             for values in ((1, 5, 16), (1, 64, 500), (0, 0, 2), (4, 100))
         ]
         prefixes = int(rng.choice((0, 2))) if name in SHARING else 0
-        small = {64: 1, 128: 2} if seed % 2 and not prefixes and name != "share" else {}
+        one_size = prefixes or name in ("share", "with drafts")
+        small = {64: 1, 128: 2} if seed % 2 and not one_size else {}
         later = np.random.default_rng([seed, 1])
         readers = int(later.choice((1, 2, 3)))
         kept, hosted = (int(later.choice(values)) for values in ((0, 1, 4, 100), (0, 2, 100)))
@@ -252,6 +254,10 @@ def run_scenario(name: str, seed: int, requests: int = 8) -> None:
             assert one.done
             if one.reason == "cancelled":
                 assert one.tokens == same.tokens[: len(one.tokens)], (one, same)
+            elif name == "with drafts" and one.reason == same.reason == "error":
+                # A draft that names the damaged token ends its row some tokens earlier.
+                least = min(len(one.tokens), len(same.tokens))
+                assert one.tokens[:least] == same.tokens[:least], (one, same)
             else:
                 assert (one.reason, one.tokens) == (same.reason, same.tokens), (one, same)
         alone.run()
