@@ -98,7 +98,9 @@ class Rows:
         self.forgets &= not self.everything
         # What is kept in 8 bits is not compared to the bit.
         self.allowed = (
-            0.1 if self.everything and _rounds(self.policy) else 2 * tolerance(self.spec)
+            0.1
+            if self.everything and _rounds(self.policy)
+            else 2 * tolerance(self.spec, self.policy)
         )
         self.stored: dict[
             tuple[int, int, int], Any
