@@ -45,6 +45,7 @@ TABLES: dict[str, Callable[[], str]] = {
         readme.headline, readme.speed, readme.quality,
         speed.steps, speed.compared, speed.steps_in_plain_jax, speed.kernels, speed.first_tokens, speed.million,
         speed.indexing, speed.tokens, speed.largest_batches, speed.host_batches, speed.serving,
+        speed.while_reading,
         speed.coded_steps, speed.mixtures,
         quality.decoded_needles, quality.needles, quality.papers, quality.group_rules, quality.equal_perplexities,
         quality.method_perplexities, quality.perplexities, quality.tokens_read, quality.turbo_codes,

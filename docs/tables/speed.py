@@ -331,6 +331,34 @@ def serving() -> str:
     )
 
 
+def while_reading() -> str:
+    """Longest milliseconds of each call of an engine that reads a long prompt."""
+    calls = {
+        "submit": "`submit`",
+        "cancel": "`cancel`",
+        "stats": "`stats`",
+        "row": "`row`",
+        "between_blocks": "between two blocks of a streamed answer",
+        "step": "`step`",
+    }
+    measured = sorted(load_rows("while_reading"), key=lambda row: not row["streams"])
+
+    def cell(row: dict[str, Any], name: str) -> str:
+        seconds = row.get(name)
+        return "" if seconds is None else f"{1000 * seconds:.1f}"
+
+    rows = [
+        [what, *(cell(row, f"longest_{call}") for row in measured)]
+        for call, what in calls.items()
+    ]
+    first = "first token of a prompt of 8 tokens"
+    rows.append([first, *(cell(row, "short_first_longest") for row in measured)])
+    bound = "twice the time of a chunk and a block alone"
+    rows.append([bound, *(cell(row, "bound") for row in measured)])
+    kinds = ["a request streams" if row["streams"] else "none streams" for row in measured]
+    return markdown(["longest milliseconds", *kinds], rows)
+
+
 def host_batches() -> str:
     """Tokens per second of more rows than device memory holds, by the hit rate of the hot set."""
     rows = []
