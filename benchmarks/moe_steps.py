@@ -92,9 +92,15 @@ def weight_bytes(model: models.Decoder, batch: int = 1) -> float:
         name = jax.tree_util.keystr(path)
         if "embedding" in name and model.head is not None:
             continue
-        of_experts = by is not None and leaf.shape[0] == by.count
-        total += leaf.size * leaf.dtype.itemsize * (chosen if of_experts else 1)
+        total += leaf.size * leaf.dtype.itemsize * (chosen if _is_of_experts(name, leaf) else 1)
     return total
+
+
+def _is_of_experts(name: str, leaf: Any) -> bool:
+    """True for a weight of which each expert has its part; the router and the shared expert are
+    read whole.
+    """
+    return "['mlp']" in name and (leaf.ndim == 3 or name.endswith("_bias'].value"))
 
 
 @partial(jax.jit, static_argnames="steps", donate_argnames="cache")

@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import kvjax
 from benchmarks.throughput import fill
 from kvjax import presets
+from kvjax.models import Decoder, DecoderConfig, Experts
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 SPEC = kvjax.CacheSpec(
@@ -89,6 +91,31 @@ def test_a_step_of_layers_is_repeatable_and_is_that_of_attention(scripts, new):
         assert all(leaf.is_deleted() for leaf in before)
         for out, want in zip(outs, wanted, strict=True):
             np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("batch", "chosen"), [(1, 2 / 8), (3, 1 - (6 / 8) ** 3)])
+def test_a_step_reads_the_experts_that_tokens_choose(scripts, batch, chosen):
+    """And all else but the embedding, also where a size is the number of experts."""
+    moe_steps = scripts("moe_steps")
+    config = DecoderConfig(
+        vocab_size=40,
+        hidden_size=8,
+        intermediate_size=24,
+        layers=2,
+        q_heads=2,
+        kv_heads=1,
+        head_dim=8,
+        experts=Experts(count=8, per_token=2, size=16, shared_size=8),
+    )
+    model = Decoder(config, rngs=nnx.Rngs(0))
+    of_experts = sum(
+        getattr(layer.mlp, name).get_value().nbytes
+        for layer in model.layers
+        for name in ("gate", "up", "down")
+    )
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
+    others = whole - of_experts - model.embedding.get_value().nbytes
+    assert moe_steps.weight_bytes(model, batch) == pytest.approx(others + chosen * of_experts)
 
 
 def test_the_way_by_hand_is_exact_attention_to_the_best(scripts, new):
