@@ -23,8 +23,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-LANES = 128
-HEADS = 8  # rows of a register
+from kvjax.kernels_pallas.tpu.tiles import HEADS, LANES, product
+
 TILE = 16  # tokens of a tile of bf16 in the fast memory
 MOST_BYTES = 8 << 20  # of the fast memory, for two lists' keys and values
 
@@ -164,7 +164,7 @@ def _program(
         pltpu.make_async_copy(whole, whole, done_ref.at[half, j]).wait()
 
     valid = jnp.broadcast_to(valid_ref[0], (HEADS, valid_ref.shape[2])) > 0
-    scores = _product(q_ref[0], keys_ref[half], (1, 1)) * scale
+    scores = product(q_ref[0], keys_ref[half], (1, 1)) * scale
     scores = scores if cap is None else cap * jnp.tanh(scores / cap)
     scores = jnp.where(valid, scores, -jnp.inf)
     top = jnp.max(scores, axis=1, keepdims=True)
@@ -177,15 +177,9 @@ def _program(
     row = lax.broadcasted_iota(jnp.int32, valid.shape, 0)
     flags = jnp.where(valid & (row == 0), 1.0, 0.0).astype(jnp.bfloat16)
     ones = jnp.ones((HEADS, values_ref.shape[2]), jnp.bfloat16)
-    kept = _product(flags, ones, (0, 0)) > 0
+    kept = product(flags, ones, (0, 0)) > 0
     values = jnp.where(kept, values_ref[half].astype(jnp.float32), 0.0).astype(jnp.bfloat16)
 
-    mixed = _product(weights.astype(jnp.bfloat16), values, (1, 0))
+    mixed = product(weights.astype(jnp.bfloat16), values, (1, 0))
     out_ref[0] = mixed / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
     lse_ref[0] = jnp.broadcast_to(jnp.log(total) + shift, lse_ref.shape[1:])
-
-
-def _product(x: Array, y: Array, contracted: tuple[int, int]) -> Array:
-    """The product of bf16 over one axis of each, summed in f32."""
-    axes = (contracted[:1], contracted[1:])
-    return lax.dot_general(x, y, (axes, ((), ())), preferred_element_type=jnp.float32)

@@ -25,11 +25,11 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-LANES = 128  # tokens of a tile
+from kvjax.kernels_pallas.tpu.tiles import HEADS, LANES, product
+
 GROUP = 32  # tokens that share a step and a zero
 PART = LANES * GROUP  # tokens that are scored at once: as many groups as lanes
 PARTS = 4  # of a step of the grid, as fewer and larger copies take less
-HEADS = 8  # rows of a register
 WORD = 32  # channels
 TWOS = 0x40004000  # the bits that alone are the number 2, in both halves of a word
 
@@ -122,18 +122,18 @@ def _program(
     @pl.when(pl.program_id(2) == 0)
     def _of_row() -> None:
         order_ref[...] = _order_of_rows(D)
-        turned_ref[...] = _product(queries, order_ref[...])
+        turned_ref[...] = product(queries, order_ref[...], (1, 0))
 
     def score_part(part: Array, carry: int) -> int:
         # Scores of keys without any bit, [8, groups].
         groups = pl.ds(pl.multiple_of(part * LANES, LANES), LANES)
         step, zero = step_ref[0, 0, groups], zero_ref[0, 0, groups]
-        least = _product(queries, zero, transposed=True)
-        least -= _product(queries, step, transposed=True)
+        least = product(queries, zero, (1, 1))
+        least -= product(queries, step, (1, 1))
 
         # Words, of which bit 7 to 14 and 23 to 30 are first those of channels 8 to 15 and 24 to 31.
         first_token = pl.multiple_of(part * PART, PART)
-        steps_ref[...] = _product(step, order_ref[...])
+        steps_ref[...] = product(step, order_ref[...], (1, 0))
         words = pltpu.bitcast(bits_ref[0, 0, :, pl.ds(first_token, PART)], jnp.int32)
         words_ref[0] = words
         words_ref[1] = lax.shift_right_logical(words, 1)
@@ -151,7 +151,7 @@ def _program(
             first = tile * (LANES // GROUP)
             steps = [steps_ref[pl.ds(first + i, 1)] for i in range(LANES // GROUP)]
             weighed = _weighed(turned_ref[...], steps, heads).astype(jnp.bfloat16)
-            products = _product(weighed, jnp.concatenate(keys, axis=0))
+            products = product(weighed, jnp.concatenate(keys, axis=0), (1, 0))
 
             base = jnp.take_along_axis(least, first + own_group, axis=1)
             scores = _of_own_group(products, own_group, heads) + base
@@ -174,12 +174,6 @@ def _order_of_rows(D: int) -> Array:
     bit = ((row & 1) << 4) | (lax.shift_right_logical(row, 1) & 15)
     same = channel == ((row & ~31) | bit)
     return jnp.where(same, 1.0, 0.0).astype(jnp.bfloat16)
-
-
-def _product(x: Array, y: Array, *, transposed: bool = False) -> Array:
-    """x @ y of bf16, or x @ y.T, summed in f32."""
-    contracted = ((1,), (1 if transposed else 0,))
-    return lax.dot_general(x, y, (contracted, ((), ())), preferred_element_type=jnp.float32)
 
 
 def _weighed(queries: Array, steps: list[Array], heads: int) -> Array:

@@ -17,12 +17,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-LANES = 128
-HEADS = 8  # rows of a register
+from kvjax.kernels_pallas.tpu.tiles import HEADS, LANES, product
+
 BLOCK = 2048  # pages of a step of the grid
 
 
@@ -78,12 +78,5 @@ def _program(q_ref, low_ref, high_ref, out_ref) -> None:
     q = q_ref[0, 0].astype(jnp.float32)
     up = jnp.maximum(q, 0.0).astype(jnp.bfloat16)
     down = jnp.minimum(q, 0.0).astype(jnp.bfloat16)
-    scores = _products(up, high_ref[0, 0]) + _products(down, low_ref[0, 0])
+    scores = product(up, high_ref[0, 0], (1, 1)) + product(down, low_ref[0, 0], (1, 1))
     out_ref[0, 0] = scores[: out_ref.shape[2]]
-
-
-def _products(q: Array, points: Array) -> Array:
-    """q @ points.T of bf16, summed in f32."""
-    return lax.dot_general(
-        q, points, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-    )
