@@ -4,7 +4,7 @@
 
 A figure is a number with a unit of measurement, or a share such as .66. Tables, commands and
 figures that `python -m docs.tables` writes are left out, as are code, links and what EXCEPTIONS
-names. The suite asks that the pages of GENERATED have none, and README no other number either.
+names. The suite asks that no page has one, and README no other number either.
 """
 
 from __future__ import annotations
@@ -34,15 +34,6 @@ CITED = re.compile(r"arXiv \d+\.\d+|[Ss]ection \d[\d.]*")
 LINK = re.compile(r"\]\([^)]*\)")
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 
-GENERATED = (
-    "README.md",
-    "docs/claims.md",
-    "docs/methods.md",
-    "docs/support.md",
-    "docs/guides.md",
-    *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs/guides").glob("*.md")),
-)
-
 # Words of a page with a number that no result file has, and why.
 EXCEPTIONS: dict[str, dict[str, str]] = {
     "README.md": {
@@ -57,6 +48,12 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "1024 tokens often miss": "the setting of the table",
     },
     "docs/claims.md": {"taken to be 5 % off": "a rule of the verdicts"},
+    "docs/faq.md": {"Python 3.12 and jax 0.11": "versions"},
+    "docs/getting_started.md": {
+        "Python 3.11": "a version",
+        "Python 3.12": "a version",
+        "jax 0.11": "a version",
+    },
     "docs/guides/checkpoint.md": {"4 GiB": "a bound that kvjax sets"},
     "docs/guides/memory.md": {
         "at most 64 GB": "a bound of XLA",
@@ -73,6 +70,20 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "16 % is the paper's rank": "a setting of the paper",
         "Llama 3.1 8B": "a model",
     },
+    "docs/performance.md": {
+        "jax 0.11.": "a version",
+        "with 0.05": "a setting",
+        "at 50 GB/s": "a bus that the sentence assumes",
+        "at 3.0 TB/s": "the rate that the script takes for floors",
+        "fla-core 0.6": "a version",
+        "a budget of 11 %": "a setting of the table",
+    },
+    "docs/real_models.md": {"95 % interval": "what the table shows"},
+    "docs/scaling.md": {
+        "Off by more than 15 %": "the bound that the list below it uses",
+        "a multiple of 8 times the devices": "a rule of `magicpig`",
+    },
+    "docs/stability.md": {"1.0": "a version"},
     "docs/support.md": {
         "jax 0.11": "a version",
         "1.5 billion a second": "the clock of a chip",

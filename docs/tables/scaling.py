@@ -1,11 +1,15 @@
-"""The tables of docs/scaling.md: TPOT on several GPUs as measured and as predicted."""
+"""The tables of docs/scaling.md, and the figures in its sentences: TPOT on several GPUs as
+measured and as predicted.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from docs.tables.reading import load_file, load_rows
-from docs.tables.writing import markdown
+from docs.tables.writing import markdown, points, short
 
 SPLITS = {"model=2": "heads 2", "model=4": "heads 4", "ctx=2": "tokens 2", "ctx=4": "tokens 4",
           "model=2+ctx=2": "heads 2, tokens 2", "data=4": "rows 4"}  # fmt: skip
@@ -73,3 +77,115 @@ def scaling() -> str:
         ]
 
     return markdown(header, map(cells, load_rows("scaling")))
+
+
+# ----------------------------------------------------------------------- figures in sentences
+
+PLAIN = "logquant:key_axis=token"
+
+
+def _cells(method: str, placement: str) -> list[dict[str, Any]]:
+    """Steps over several GPUs of shapes that were measured on one, too."""
+    found = load_file("scaling")["cells"]
+    own = [c for c in found if (c["method"], c["placement"]) == (method, placement)]
+    return [cell for cell in own if cell["one_gpu_ms"] is not None]
+
+
+def linear(tokens: int, rows: int) -> str:
+    """The share of linear speed that `full` with heads over four GPUs reaches, where a step has
+    so many tokens in so many rows; the least, of several sizes.
+    """
+    own = [c for c in _cells("full", "model=4") if (c["tokens"], c["rows"]) == (tokens, rows)]
+    return short(min(cell["share_of_linear"] for cell in own))
+
+
+def from_a_million() -> str:
+    """The same from a million tokens in all rows on."""
+    own = [c for c in _cells("full", "model=4") if c["tokens"] * c["rows"] >= 1 << 20]
+    return short(min(cell["share_of_linear"] for cell in own))
+
+
+def longer_on_two() -> str:
+    """Per cent that `fier` takes longer with the tokens of one row over two GPUs than on one."""
+    (cell,) = [c for c in _cells("fier", "ctx=2") if (c["tokens"], c["rows"]) == (131072, 1)]
+    return points(cell["measured_ms"] / cell["one_gpu_ms"] - 1)
+
+
+def crossing(gpus: str) -> str:
+    """Thousands of tokens in all rows from which `fier` is faster than `full`, with the tokens
+    over GPUs: between measured steps of one row and of eight.
+    """
+    return f"{round(load_file('scaling')['crossing'][gpus], -4) // 1000}"
+
+
+def _times(method: str, placement: str) -> dict[str, Any]:
+    """Steps of a cache as measured after 131072 tokens, of one row if there are several."""
+    rows = [
+        row
+        for row in load_rows("devices")
+        if row["part"] == "times"
+        and (row["method"], row["placement"], row["length"]) == (method, placement, 131072)
+    ]
+    return min(rows, key=lambda row: row["batch"])
+
+
+def fastest(method: str, placement: str) -> str:
+    """Milliseconds of a step, the fastest of the blocks, as in the table."""
+    return f"{_times(method, placement)['tpot_ms_min']:.2f}"
+
+
+def device_gb(placement: str, kind: str) -> str:
+    """GB of a device that holds a part of the 70B shape."""
+    (row,) = [
+        row
+        for row in load_rows("devices")
+        if row["part"] == "times"
+        and (row["layers"], row["method"], row["placement"]) == (80, "full", placement)
+    ]
+    return f"{row[kind] / 1e9:.0f}"
+
+
+def slower_on_64() -> str:
+    """How many times as long a step of `fier` takes on 64 GPUs as on 8, after a million tokens."""
+    eight, many = (
+        row["fier_tpot_ms"]
+        for gpus in (8, 64)
+        for row in load_rows("scaling")
+        if (row["model"], row["tokens"], row["rows"], row["gpus"])
+        == ("Llama-3.1-8B", 1 << 20, 1, gpus)
+    )
+    return f"{many / eight:.1f}"
+
+
+def constant(name: str, *, at: int | None = None, scale: float = 1, digits: int = 0) -> str:
+    """A constant of the prediction."""
+    found = load_file("scaling")["constants"][name]
+    number = (found if at is None else found[at]) / scale
+    return short(number, digits) if digits else f"{number:.0f}"
+
+
+VALUES: dict[str, Callable[[], str]] = {
+    "linear_from_a_million": from_a_million,
+    "linear_262144": partial(linear, 131072, 2),
+    "linear_131072": partial(linear, 131072, 1),
+    "longer_on_two": longer_on_two,
+    "crossing_two": partial(crossing, "2"),
+    "crossing_four": partial(crossing, "4"),
+    "freekv_on_one": partial(fastest, "freekv", "none"),
+    "freekv_by_heads": partial(fastest, "freekv", "model=4"),
+    "freekv_by_tokens": partial(fastest, "freekv", "ctx=4"),
+    "freekv_by_both": partial(fastest, "freekv", "model=2+ctx=2"),
+    "logquant_by_token": partial(fastest, PLAIN, "none"),
+    "logquant_by_token_four": partial(fastest, PLAIN, "ctx=4"),
+    "device_by_heads": partial(device_gb, "model=4", "used_bytes"),
+    "weights_by_heads": partial(device_gb, "model=4", "weight_bytes"),
+    "device_by_tokens": partial(device_gb, "model=2+ctx=2", "used_bytes"),
+    "weights_by_tokens": partial(device_gb, "model=2+ctx=2", "weight_bytes"),
+    "slower_on_64": slower_on_64,
+    "step_us": partial(constant, "step_us"),
+    "selection_us": partial(constant, "selection_us", at=0),
+    "selection_ns": partial(constant, "selection_us", at=1, digits=2),
+    "nvlink_gb": partial(constant, "nvlink_bytes_us", scale=1000),
+    "network_gb": partial(constant, "network_bytes_us", scale=1000),
+    "between_us": partial(constant, "between_us"),
+}

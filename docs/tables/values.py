@@ -11,9 +11,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from docs.tables import performance, scaling
 from docs.tables.reading import load_file, load_measured, load_results, load_rows, load_scores
 from docs.tables.tpus import of_dense, steps_of
-from docs.tables.writing import short
+from docs.tables.writing import points, short, span
 
 VALUE = re.compile(r"(<!-- value: (\w+) -->).*?(<!-- /value -->)")
 
@@ -21,17 +22,6 @@ VALUE = re.compile(r"(<!-- value: (\w+) -->).*?(<!-- /value -->)")
 def fill(text: str) -> str:
     """`text` with each figure from its file."""
     return VALUE.sub(lambda found: found[1] + VALUES[found[2]]() + found[3], text)
-
-
-def points(share: float) -> str:
-    """A share as whole points: 3 of .0297."""
-    return f"{100 * share:.0f}"
-
-
-def span(low: float, high: float) -> str:
-    """Two numbers as a range, or one where both are shown alike: 5 to 6."""
-    first, last = f"{low:.0f}", f"{high:.0f}"
-    return first if first == last else f"{first} to {last}"
 
 
 # ------------------------------------------------------------------------------------------------------------- README
@@ -156,50 +146,6 @@ def alike_gain() -> str:
     return span(100 * min(gains), 100 * max(gains))
 
 
-# --------------------------------------------------------------------------------------------------------- performance
-
-
-def sparse_seconds(method: str) -> str:
-    """Seconds to read a prompt of 131072 tokens with a sparse prompt, or without."""
-    (row,) = [
-        row
-        for row in load_rows("ttft_sparse")
-        if (row["method"], row["what"]) == (method, "prompt")
-    ]
-    return f"{row['seconds']:.1f}"
-
-
-def _sparse_answer(what: str, share: float) -> dict[str, Any]:
-    """What a published model did after 32768 tokens, by the share of blocks that it read."""
-    (row,) = [
-        row
-        for row in load_rows("sparse_prompt")
-        if row["model"].startswith("Qwen")
-        and (row["what"], row["share"], row["tokens"]) == (what, share, 32768)
-    ]
-    return row
-
-
-def sparse_needle(share: float) -> str:
-    """Seconds to read a prompt with one of eight needles."""
-    return short(_sparse_answer("needles, one of 8", share)["seconds"])
-
-
-def sparse_loss(share: float) -> str:
-    """Nats of a token of the text after the prompt."""
-    return f"{_sparse_answer('text', share)['loss']:.2f}"
-
-
-def served(design: str, requests: int) -> str:
-    """How many times as fast as fixed batches a design of the engine is, by the model of it."""
-    (row,) = [
-        row
-        for row in load_rows("serving_model")
-        if (row["design"], row["requests"]) == (design, requests)
-    ]
-    return f"{row['ratio']:.2f}"
-
-
 # ------------------------------------------------------------------------------------------------------------- support
 
 
@@ -235,6 +181,8 @@ def idle_drafts() -> str:
 
 
 VALUES: dict[str, Callable[[], str]] = {
+    **performance.VALUES,
+    **scaling.VALUES,
     "short_row": short_row,
     "tiers_gain": partial(paris_gain, "as published", "plain votes"),
     "alpha_gain": partial(paris_gain, "as published", "no alpha-correction"),
@@ -260,21 +208,6 @@ VALUES: dict[str, Callable[[], str]] = {
     "small_sharing": partial(shared_score, "eval_shared_small", "fier:share=4@64"),
     "small_selecting": partial(shared_score, "eval_shared_small", "fier@64"),
     "alike_gain": alike_gain,
-    "sparse_tenth": partial(sparse_seconds, "full|sparse:0.1"),
-    "sparse_twentieth": partial(sparse_seconds, "full|sparse:0.05"),
-    "without_sparse": partial(sparse_seconds, "full"),
-    "sparse_qwen": partial(sparse_needle, 0.1),
-    "exact_qwen": partial(sparse_needle, 1.0),
-    "sparse_loss": partial(sparse_loss, 0.1),
-    "exact_loss": partial(sparse_loss, 1.0),
-    "served_few": partial(served, "sizes", 64),
-    "served_many": partial(served, "sizes", 256),
-    "served_three_few": partial(served, "three, chunks", 64),
-    "served_three_many": partial(served, "three, chunks", 256),
-    "served_ride_few": partial(served, "three, chunks, together, ride", 64),
-    "served_ride_many": partial(served, "three, chunks, together, ride", 256),
-    "served_bound_few": partial(served, "bound", 64),
-    "served_bound_many": partial(served, "bound", 256),
     "fewest_dmas": fewest_dmas,
     "pages_at_most": partial(pages_of_dense, ("v5e", "v6e"), max),
     "quest_on_tpu7x": quest_on_tpu7x,

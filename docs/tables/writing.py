@@ -37,3 +37,14 @@ def named(cache: str) -> str:
     """
     text = cache.partition("@")[0]
     return f"`{text}`{'' if of_its_paper(cache) else ' †'}"
+
+
+def points(share: float) -> str:
+    """A share as whole points: 3 of .0297."""
+    return f"{100 * share:.0f}"
+
+
+def span(low: float, high: float) -> str:
+    """Two numbers as a range, or one where both are shown alike: 5 to 6."""
+    first, last = f"{low:.0f}", f"{high:.0f}"
+    return first if first == last else f"{first} to {last}"

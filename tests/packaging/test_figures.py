@@ -50,7 +50,7 @@ def test_readme_has_no_typed_number() -> None:
     assert list(figures.typed("README.md", README, figures.NUMBER)) == []
 
 
-@pytest.mark.parametrize("page", figures.GENERATED)
+@pytest.mark.parametrize("page", OF_PAGES)
 def test_a_page_has_no_typed_figure(page: str) -> None:
     assert list(figures.typed(page, OF_PAGES[page])) == []
 
