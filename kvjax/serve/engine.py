@@ -35,7 +35,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -122,6 +122,14 @@ class _Reading:
     tokens: int  # that are stored
     logits: Any = None
     homes: Any = None  # the shardings of row and logits that are parked in host memory
+
+
+@dataclasses.dataclass(eq=False)
+class _Copy:
+    """A copy of a row, for which a thread waits beside one that steps."""
+
+    request: Request
+    row: Cache | None = None  # as it was before the block that the last step asked for
 
 
 class _Turns:
@@ -346,6 +354,7 @@ class Engine:
         self._blocks = deque[_Block]()
         self._drawn: tuple[list[Any], Draws | None] = [], None  # of the last block, by slot
         # Read and written with the lock of the books.
+        self._copies = list[_Copy]()  # of rows, for which threads wait
         self._news = dict[Request, None]()
         self._failed: Exception | None = None
         self._in_change = False
@@ -465,14 +474,28 @@ class Engine:
         its tokens so far. Waits for a step of another thread.
         """
         check_own("row", self, request)
-        with self._turns:
-            slot = self._scheduler.slot_of(request)
-            if slot is None:
-                raise ValueError(
-                    f"the request is {request.state}, so no slot holds its tokens; ask while it runs"
-                )
-            self._receive_until(0)  # so that the row and `tokens` are alike
-            return self._whole_row(slot)
+        copy = _Copy(request)
+        with self._lock:
+            self._copies.append(copy)
+        try:
+            with self._turns:
+                if copy.row is not None:  # that step has made it
+                    return copy.row
+                return self._row_now(request)
+        finally:
+            with self._lock:
+                self._copies.remove(copy)
+
+    def _row_now(self, request: Request) -> Cache:
+        """A copy of a row, after the last block that the device was asked for."""
+        slot = self._scheduler.slot_of(request)
+        if slot is None:
+            raise ValueError(
+                f"the request is {request.state}, so no slot holds its tokens; ask while it runs"
+            )
+        self._receive_until(0)  # so that the row and `tokens` are alike
+        self._forget_copies()
+        return self._whole_row(slot)
 
     # ------------------------------------------------------------------ steps
 
@@ -496,6 +519,7 @@ class Engine:
         `kvjax.generation.interrupts_wait()`.
         """
         with self._turns:
+            self._forget_copies()
             try:
                 if not self._running():  # so that prompts find what the last requests left
                     self._receive_until(0)
@@ -824,6 +848,7 @@ class Engine:
         if not rows:
             self._drawn = [], None
             return False
+        self._make_copies()
         decoded = self._decode(self._draws(rows), limit, rows)
         for part in decoded:
             if isinstance(part, Array):
@@ -832,6 +857,28 @@ class Engine:
         for slot, request in rows:
             request.asked += int(limit[slot])
         return True
+
+    def _forget_copies(self) -> None:
+        """Drops copies that nobody has taken yet: more tokens than they hold are known from now
+        on.
+        """
+        with self._lock:
+            for copy in self._copies:
+                copy.row = None
+
+    def _make_copies(self) -> None:
+        """Copies the rows for which threads wait, before the device is asked for a block. When
+        this step ends, the tokens of the blocks before it are known; a copy made after it would
+        have to wait for that block, and for the chunks before that.
+        """
+        if not self._processors.idle:  # this step waits for its own block
+            return
+        with self._lock:
+            wanted = [(copy, self._scheduler.slot_of(copy.request)) for copy in self._copies]
+        for copy, slot in wanted:
+            if slot is not None:
+                with suppress(Exception):  # such as too little memory, which `row` then tells
+                    copy.row = self._whole_row(slot)
 
     def _steps_of_block(self, left: list[int]) -> int:
         """Steps of the next block: fewer if a row ends within it, for whose slot another waits."""

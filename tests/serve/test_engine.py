@@ -951,6 +951,75 @@ def test_a_row_is_copied_between_two_steps_of_a_thread_that_never_rests(model):
     assert lengths[0] >= 9
 
 
+def test_a_row_that_is_asked_for_while_a_step_reads_waits_for_no_later_block(
+    model, monkeypatch
+):
+    engine = kvjax.Engine(model, new_cache(2), chunk=32, block=4)
+    (request,) = engine.submit(words(9)[0], max_new_tokens=60)
+    while len(request.tokens) < 8:
+        engine.step()
+    engine.submit(words(90)[0], max_new_tokens=5)
+    gate = Gate(engines.read_chunk)
+    monkeypatch.setattr(engines, "read_chunk", gate)
+    stepper = threading.Thread(target=engine.step, daemon=True)
+    stepper.start()
+    assert gate.inside.wait(30)
+    rows = []
+    asks = [
+        threading.Thread(target=lambda: rows.append(engine.row(request)), daemon=True)
+        for _ in range(2)
+    ]
+    for ask in asks:
+        ask.start()
+    while len(engine._turns._line) < 3:  # until both stand in the line
+        time.sleep(0.001)
+    gate.may_go.set()
+    for thread in (stepper, *asks):
+        thread.join(60)
+    known = len(request.known)
+    assert len(engine._blocks) == 1  # nobody has waited for it
+    later = engine.row(request)
+    assert int(later.length[0]) == known + 4
+    for row in rows:
+        assert row.length.tolist() == [known]
+        for part in ("k", "v"):
+            early, late = (
+                getattr(cache.layers[0].state.tokens, part)[:, :, :known]
+                for cache in (row, later)
+            )
+            np.testing.assert_array_equal(early, late)
+
+
+def test_a_copy_that_cannot_be_made_is_the_trouble_of_who_asked(model, monkeypatch):
+    """The step goes on, and so does the request."""
+    engine = kvjax.Engine(model, new_cache(1), block=4)
+    (request,) = engine.submit(words(9)[0], max_new_tokens=40)
+    step_until_running(engine, request)
+    lack_memory(monkeypatch, engines, "whole_row", times=2)
+    told = []
+
+    def ask():
+        with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+            engine.row(request)
+        told.append(True)
+
+    with engine._turns:
+        stepper = threading.Thread(target=engine.step, daemon=True)
+        stepper.start()
+        while len(engine._turns._line) < 2:
+            time.sleep(0.001)
+        asks = threading.Thread(target=ask, daemon=True)
+        asks.start()
+        while len(engine._turns._line) < 3:
+            time.sleep(0.001)
+    for thread in (stepper, asks):
+        thread.join(60)
+    assert told
+    engine.run()
+    assert request.reason == "length"
+    assert len(request.tokens) == 40
+
+
 def test_short_prompts_are_answered_while_a_long_one_is_read(model):
     """Also when nobody decodes: a step reads no more than a chunk."""
     engine = kvjax.Engine(model, new_cache(3, capacity=560), chunk=16, block=2)
