@@ -78,7 +78,8 @@ class Client:
         prompt = self.rng.integers(1, 64, SHORT)
         (request,) = self.timed("submit", self.engine.submit, prompt, max_new_tokens=4)
         start, step = time.perf_counter(), clock.count
-        while not request.tokens and not request.done:
+        # Nobody steps any more once the long prompt is answered.
+        while not (request.tokens or request.done or self.long.done):
             self.timed("stats", self.engine.stats)
             time.sleep(0.002)
         if self.long.state == "reading":
