@@ -405,7 +405,10 @@ def _together(cache: LayerCache, call: Call) -> Attended:
     state = cache.policy.store_steps(cache.state, k, v, call.count)
     # From the counts after the steps, which change in place: XLA would copy those before.
     lengths = step_lengths(state.length, call.count, call.k.shape[1])
-    out, state, info = cache.policy.attend(state, queries, replace(call.step, lengths=lengths))
+    # Rows that take none of the steps read nothing where that saves most: in exact steps.
+    active = call.count > 0 if call.step.exact else None
+    step = replace(call.step, lengths=lengths, active=active)
+    out, state, info = cache.policy.attend(state, queries, step)
     return ungroup(out, call.q.dtype), replace(cache, state=state), info
 
 

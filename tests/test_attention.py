@@ -458,6 +458,27 @@ def test_a_prompt_read_between_the_steps_of_others_joins_them_as_if_read_alone()
     assert running.length.tolist() == [8, 41]
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [
+        kvjax.Full(),
+        BASE,
+        kvjax.Compressed(),
+        Sampled(hashing=SimHash(bits=4, tables=8), budget=330),
+    ],
+    ids=["full", "fier", "codes", "magicpig"],
+)
+def test_rows_that_take_no_exact_step_read_nothing(policy: kvjax.Policy) -> None:
+    """A row that has ended costs the others' verification no reads."""
+    tokens = drive.random_tokens(SPEC)
+    cache, _ = drive.fill(kvjax.init_layer(policy, SPEC), tokens, np.array([150, 61, 90]))
+    new = tokens.at(np.array([150, 61, 90])[:, None] + np.arange(3))
+    out, after = kvjax.decode(cache, *new, lengths=[3, 0, 1], exact=True)
+    assert np.all(np.asarray(out[1]) == 0)
+    assert np.all(np.any(np.asarray(out)[[0, 2]] != 0, axis=(1, 2, 3)))
+    np.testing.assert_array_equal(after.length, [153, 61, 91])
+
+
 def test_truncate_says_why_it_cannot_shorten_a_cache() -> None:
     spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=32, capacity=256)
     refused = {

@@ -99,11 +99,13 @@ class Full(Policy):
         self, st: FullState, q: Array, lengths: Array, step: Step
     ) -> tuple[Array, FullState, Info]:
         """Each step sees the tokens up to its own: the same arrays with a smaller length, in
-        one pass over them.
+        one pass over them. Rows that take none of the steps read nothing.
         """
         k = st.tokens.k
         v = st.tokens.v
         stop = lengths.T
+        if step.active is not None:
+            stop = jnp.where(step.active[:, None], stop, 0)
         start = lowest_visible(
             (stop if step.window else stop[:, :1]) - 1, step.window
         )  # without a window, for all

@@ -53,7 +53,8 @@ class Step:
     window: int | None = field(default=None, metadata=STATIC)
     """Tokens that a query sees, its own included; None: all."""
     active: Array | None = None
-    """bool[B] rows that take the step; the outputs of others mean nothing. None: all."""
+    """bool[B] rows that take the step, or at least one of several; the outputs of others mean
+    nothing. None: all."""
     selection: Selection | PackedSelection | None = None
     """Slots to attend to; None: the policy selects."""
     lengths: Array | None = None

@@ -431,7 +431,8 @@ class Zoned(Policy):
         """Attends to sink, recent block and the whole history, as the store keeps it: `attend`
         of a policy without a selection, and of all policies if `step.exact`.
 
-        Without a sliding window, T steps see the same history and read it together.
+        Without a sliding window, T steps see the same history and read it together; to a row
+        that takes none of them the cache looks empty, so that nothing of it is read.
         """
         if step.lengths is None:
             seen = self.visible(st, step.window)
@@ -447,9 +448,14 @@ class Zoned(Policy):
             return out, st, self._info_of_all(st, step.window)
         if step.window is not None:
             return attend_in_turn(self, self.shortened, st, q, step)
-        seen = self.visible(st, lengths=step.lengths)
+        store = st.store
+        lengths = step.lengths
+        if step.active is not None:
+            store = self.store.with_count(store, jnp.where(step.active, store.count, 0))
+            lengths = jnp.where(step.active, lengths, 0)
+        seen = self.visible(replace(st, store=store), lengths=lengths)
         out = self.store.attend_with(
-            st.store,
+            store,
             steps_as_heads(q),
             seen.store,
             seen.recent,
