@@ -89,10 +89,19 @@ def kernels(call: Callable[[], Any], calls: int) -> list[tuple[str, list[float]]
         return _by_clock(call, calls)
     for _ in range(2):
         jax.block_until_ready(call())
+
+    def calling() -> None:
+        for _ in range(calls):
+            jax.block_until_ready(call())
+
+    return list(traced(calling).items())
+
+
+def traced(run: Callable[[], None]) -> dict[str, list[float]]:
+    """Microseconds of each kernel that `run()` starts on a GPU, by name."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            for _ in range(calls):
-                jax.block_until_ready(call())
+            run()
         found: dict[str, list[float]] = {}
         (file,) = Path(folder).rglob("*.xplane.pb")
         for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
@@ -101,7 +110,7 @@ def kernels(call: Callable[[], Any], calls: int) -> list[tuple[str, list[float]]
                     found.setdefault(event.name, []).append(event.duration_ns / 1e3)
     if not found:
         raise SystemExit("the profiler saw no kernel; run this on a GPU")
-    return list(found.items())
+    return found
 
 
 def _by_clock(call: Callable[[], Any], calls: int) -> list[tuple[str, list[float]]]:

@@ -35,6 +35,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -79,6 +80,10 @@ SMALL = {
     "head_dim": 16,
 }
 LAYERS = 32  # of the model whose speed is derived
+# Methods of the part `acceptance`. Those that select, by how often they are used:
+COMMON = ("fier", "quest", "pariskv", "exact")
+LESS_COMMON = ("pqcache", "magicpig", "arkvale", "freekv", "shadowkv")
+CODES = ("kivi", "logquant", "turboquant")  # read all of their codes, whatever the budget
 
 
 # ------------------------------------------------------------------------------------ prompts
@@ -442,25 +447,50 @@ def derived(row: dict[str, Any], accepted: dict[str, float], layers: int) -> dic
 # ------------------------------------------------------------------------------------ acceptance
 
 
+def drafting_methods(budgets: Sequence[int]) -> list[str]:
+    """Methods of the part `acceptance`, the most telling first: those in common use at the first
+    budget, codes, which have none, and then the others."""
+
+    def at(names: Sequence[str], budgets: Sequence[int]) -> list[str]:
+        return [f"{name}:budget={budget}" for budget in budgets for name in names]
+
+    return [
+        *at(COMMON, budgets[:1]),
+        *CODES,
+        *at(COMMON, budgets[1:]),
+        *at(LESS_COMMON, budgets),
+    ]
+
+
+def refusal(method: str, model: Decoder, capacity: int) -> str | None:
+    """Why a method cannot hold the model at its budget; None if it can."""
+    try:
+        policies = kvjax.presets.parse(method)
+        spec = model.spec(batch=1, capacity=capacity)
+        jax.eval_shape(lambda: init(policies, spec, layers=model.config.layers))
+    except (ValueError, NotImplementedError) as error:
+        return str(error)
+    return None
+
+
 def accepted_tokens(
     checkpoint: Checkpoint, texts: dict[str, list[int]], given: argparse.Namespace, keep: Any
 ) -> None:
-    """The part `acceptance`."""
+    """The part `acceptance`. Methods are compared in threads, so that their programs compile at
+    the same time."""
     model, rows = checkpoint.model, given.acceptance_rows
     capacity = padded_capacity(max(given.lengths) + given.forced)
+    methods = []
+    for method in given.methods:
+        if why := refusal(method, model, capacity):
+            show({"method": method, "refused": why})
+        else:
+            methods.append(method)
     for length in given.lengths:
         for name, stream in texts.items():
-            asked = [
-                {
-                    "part": "acceptance",
-                    "text": name,
-                    "length": length,
-                    "batch": rows,
-                    "method": method,
-                }
-                for method in given.methods
-            ]
-            asked = [key for key in asked if not keep.has(**key, new=given.forced)]
+            key = {"part": "acceptance", "text": name, "length": length, "batch": rows}
+            asked = [method for method in methods
+                     if not keep.has(**key, method=method, new=given.forced)]  # fmt: skip
             if not asked or not keep.time_left():
                 continue
             prompt = excerpts(stream, rows, length)
@@ -469,25 +499,31 @@ def accepted_tokens(
             run.advance(given.forced)
             wanted = np.array(run.rows, np.int32)
             del run
-            for key in asked:
-                if not keep.time_left():
-                    return
-                start = time.perf_counter()
-                found, _ = acceptance(
-                    model, stored(full, kvjax.presets.parse(key["method"])), wanted
-                )
-                keep(
-                    {
-                        **key,
-                        "new": given.forced,
-                        "draft": DRAFT,
-                        "accepted": found.accepted,
-                        "agreement": found.agreement,
-                        "by_position": list(found.by_position),
-                        "seconds": time.perf_counter() - start,
-                    }
-                )
-                show({**key, "accepted": found.accepted, "agreement": found.agreement})
+            compare = partial(accepted_of, model, full, wanted, keep)
+            with ThreadPoolExecutor(given.parallel) as pool:
+                for method, found in zip(asked, pool.map(compare, asked), strict=True):
+                    if found is not None:
+                        keep({**key, "method": method, "new": given.forced, **found})
+                        show({**key, "method": method, "accepted": found["accepted"]})
+            del full, compare
+
+
+def accepted_of(
+    model: Decoder, full: Cache, wanted: np.ndarray, keep: Any, method: str
+) -> dict[str, Any] | None:
+    """How the steps of a method agree with the text of full attention after a prompt; None if
+    no time is left."""
+    if not keep.time_left():
+        return None
+    start = time.perf_counter()
+    found, _ = acceptance(model, stored(full, kvjax.presets.parse(method)), wanted)
+    return {
+        "draft": DRAFT,
+        "accepted": found.accepted,
+        "agreement": found.agreement,
+        "by_position": list(found.by_position),
+        "seconds": time.perf_counter() - start,
+    }
 
 
 # ------------------------------------------------------------------------------------ selections
@@ -653,7 +689,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument(
         "--methods",
         nargs="*",
-        help="of the part acceptance; default: several at budgets 256, 1024, 4096",
+        help="of the part acceptance; default: all that select, at budgets 1024, 256, 4096, and codes",
     )
     parser.add_argument(
         "--selections",
@@ -662,6 +698,9 @@ def options() -> argparse.ArgumentParser:
     )
     parser.add_argument("--lengths", type=numbers, default=[4096, 16384, 31744])
     parser.add_argument("--acceptance-rows", type=int, default=4)
+    parser.add_argument(
+        "--parallel", type=int, default=8, help="methods of the part acceptance at a time"
+    )
     parser.add_argument(
         "--forced", type=int, default=128, help="tokens that are compared in a row"
     )
@@ -684,12 +723,9 @@ def main(args: Sequence[str] | None = None) -> None:
         given.shapes = "1024x2"
         given.method = "fier:budget=96"
     given.shapes = [shape(text) for text in given.shapes.split(",")]
-    budgets = (96,) if given.quick else (256, 1024, 4096)
-    given.methods = given.methods or [
-        f"{name}:budget={budget}"
-        for budget in budgets
-        for name in ("fier", "quest", "pariskv", "exact")
-    ]
+    given.methods = given.methods or drafting_methods(
+        (448,) if given.quick else (1024, 256, 4096)
+    )
     given.selections = given.selections or [
         f"{when}{name}:budget={96 if given.quick else 256}"
         for name in ("fier", "quest", "pariskv", "exact")
