@@ -60,8 +60,7 @@ from kvjax.generation import Stream, prefill
 from kvjax.generation.drafts import check_draft
 from kvjax.memory import nbytes
 from kvjax.models import Checkpoint, Decoder, DecoderConfig
-from kvjax.policies.short import refilled
-from kvjax.spec import default_dtype, padded_capacity
+from kvjax.spec import CacheSpec, default_dtype, padded_capacity
 
 OUT = Path(__file__).parent / "results" / "lossless.json"
 PARTS = ("speed", "same", "steps", "acceptance", "selections")
@@ -125,13 +124,20 @@ def stored(cache: Cache, policies: Any) -> Cache:
     layers = []
     for i, layer in enumerate(cache.layers):
         policy = policies.policy(i).of_size(layer.spec)
+        tokens = layer.policy.stored(layer.state)
         if isinstance(policy, Verified):
-            zones = refilled(policy.retrieval, layer.spec, layer.policy, layer.state)
+            zones = prompt_state(policy.retrieval, layer.spec, tokens)
             state: Any = replace(policy.init(layer.spec), zones=zones)
         else:
-            state = refilled(policy, layer.spec, layer.policy, layer.state)
+            state = prompt_state(policy, layer.spec, tokens)
         layers.append(LayerCache(state, policy, layer.spec))
     return jax.block_until_ready(replace(cache, layers=tuple(layers)))
+
+
+@partial(jax.jit, static_argnames=("policy", "spec"))
+def prompt_state(policy: Any, spec: CacheSpec, tokens: Any) -> Any:
+    """The state of a policy after a prompt of keys, values and lengths."""
+    return policy.prefill(policy.init(spec), *tokens)
 
 
 def begin(
@@ -569,14 +575,19 @@ def with_drafts(model: Decoder, cache: Cache, logits: Array, new: int, tokens: i
 def selections(
     checkpoint: Checkpoint, texts: dict[str, list[int]], given: argparse.Namespace, keep: Any
 ) -> None:
-    """The part `selections`."""
+    """The part `selections`. The first prompt goes through all methods in threads before any of
+    them is timed, so that their programs compile at the same time."""
     model, rows, tokens = checkpoint.model, given.acceptance_rows, given.tokens or 4
     capacity = padded_capacity(max(given.lengths) + given.forced + tokens)
+    warm: set[str] = set()
     for length in given.lengths:
         for name, stream in texts.items():
-            shared = {"part": "selections", "text": name, "length": length, "batch": rows}
-            asked = [shared | {"method": method} for method in given.selections]
-            asked = [key for key in asked if not keep.has(**key, new=given.forced)]
+            key = {"part": "selections", "text": name, "length": length, "batch": rows}
+            asked = [
+                method
+                for method in given.selections
+                if not keep.has(**key, method=method, new=given.forced)
+            ]
             if not asked or not keep.time_left():
                 continue
             prompt = excerpts(stream, rows, length)
@@ -585,21 +596,39 @@ def selections(
             run.advance(given.forced)
             wanted = np.array(run.rows, np.int32)
             del run
-            for key in asked:
+            measure = partial(selection_of, model, full, logits, wanted, tokens, given.count)
+            with ThreadPoolExecutor(given.parallel) as pool:
+                list(pool.map(measure, [method for method in asked if method not in warm]))
+            warm |= set(asked)
+            for method in asked:
                 if not keep.time_left():
                     return
-                cache = stored(full, policies_of(key["method"]))
-                row = {**key, "new": given.forced, "tokens": tokens}
-                row |= draft_bytes(cache, length)
-                run = with_drafts(model, cache, logits, given.forced, tokens)
-                run.advance(given.forced)
-                row |= told(run)
-                row["until_difference"] = differences(np.array(run.rows, np.int32), wanted)
-                if jax.default_backend() == "gpu":
-                    row |= step_microseconds(model, run.cache, tokens, given.count)
-                del run, cache
+                row = {**key, "method": method, "new": given.forced, **measure(method)}
                 keep(row)
-                show({**key, **{x: row.get(x) for x in SHOWN}})
+                show({**key, "method": method, **{x: row.get(x) for x in SHOWN}})
+            del full, measure
+
+
+def selection_of(
+    model: Decoder,
+    full: Cache,
+    logits: Array,
+    wanted: np.ndarray,
+    tokens: int,
+    count: int,
+    method: str,
+) -> dict[str, Any]:
+    """How a method drafts after a prompt, and on a GPU what its steps cost."""
+    cache = stored(full, policies_of(method))
+    new = wanted.shape[1]
+    row = {"tokens": tokens, **draft_bytes(cache, int(full.length.max()))}
+    run = with_drafts(model, cache, logits, new, tokens)
+    run.advance(new)
+    row |= told(run)
+    row["until_difference"] = differences(np.array(run.rows, np.int32), wanted)
+    if jax.default_backend() == "gpu":
+        row |= step_microseconds(model, run.cache, tokens, count)
+    return row
 
 
 SHOWN = ("tokens_per_step", "index_bytes", "selected_bytes", "draft_us", "verify_us")
@@ -699,7 +728,10 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--lengths", type=numbers, default=[4096, 16384, 31744])
     parser.add_argument("--acceptance-rows", type=int, default=4)
     parser.add_argument(
-        "--parallel", type=int, default=8, help="methods of the part acceptance at a time"
+        "--parallel",
+        type=int,
+        default=8,
+        help="methods whose programs compile at the same time, for acceptance and selections",
     )
     parser.add_argument(
         "--forced", type=int, default=128, help="tokens that are compared in a row"

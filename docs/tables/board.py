@@ -63,9 +63,12 @@ def _drafts() -> Group:
 
 
 def _drafting(method: str, accepted: float, texts: int) -> dict[str, Any]:
-    """The score of a draft, which reads its budget in all layers but the preset's dense ones."""
+    """The score of a draft, which reads its budget in all layers but the preset's dense ones; one
+    of codes reads all of them."""
     policies = parse(method)
-    budget = int(method.partition("budget=")[2])
+    budget = int(method.partition("budget=")[2] or 0)
+    if not budget:
+        return _score(LENGTH, accepted, texts, dense_layers=0)
     layers = load_file("eval_qwen")["model"]["layers"]
     dense = sum(policy == Full() for policy in policies.first)
     read = (dense * LENGTH + (layers - dense) * budget) / layers

@@ -73,6 +73,34 @@ def lossless() -> str:
     return markdown(titles, body)
 
 
+def lossless_same() -> str:
+    """Where texts in bfloat16 differ from that of full attention first, and by how much its best
+    logit exceeds the second there.
+    """
+    body = []
+    for row in _lossless("same"):
+        for which, counts in row["until_difference"].items():
+            margins = [margin for margin in row["margins"][which] if margin is not None]
+            alike = len(counts) - len(margins)
+            body.append(
+                [
+                    row["text"],
+                    "`SelfDraft`" if which == "self_draft" else which.replace("full", "`full`"),
+                    f"{alike} of {len(counts)}",
+                    f"{np.median(counts):.0f} of {row['new']}",
+                    short(float(np.median(margins)), 3) if margins else "",
+                    short(max(margins), 3) if margins else "",
+                ]
+            )
+    titles = [
+        "text",
+        "beside `full`",
+        "rows alike to the end",
+        "tokens until a difference, median",
+    ]
+    return markdown([*titles, "margin there, median", "largest"], body)
+
+
 def lossless_line() -> str:
     """Two sentences for README and the FAQ: the least of the speeds, what is the same in bfloat16,
     and their condition.
@@ -129,11 +157,13 @@ def lossless_steps() -> str:
     return markdown(titles, body)
 
 
-def accepted_means() -> tuple[dict[tuple[str, int], float], int]:
+def accepted_means(
+    file: str = "lossless_acceptance",
+) -> tuple[dict[tuple[str, int], float], int]:
     """Tokens of a draft of 8 that are right, by method and length: the mean over texts, where all
     were measured; and the number of texts.
     """
-    rows = load_rows("lossless_acceptance")
+    rows = load_rows(file)
     texts = {row["text"] for row in rows}
     found: dict[tuple[str, int], list[float]] = {}
     for row in rows:
@@ -142,21 +172,75 @@ def accepted_means() -> tuple[dict[tuple[str, int], float], int]:
     return whole, len(texts)
 
 
-def accepted() -> str:
-    """Tokens of a draft of 8 that are right, the mean over texts, by method, budget and length."""
-    whole, _ = accepted_means()
+def accepted(file: str = "lossless_acceptance") -> str:
+    """Tokens of a draft of 8 that are right, the mean over texts, by method, budget and length;
+    and how they change from the shortest length to the longest.
+    """
+    if not (RESULTS / f"{file}.json").is_file():
+        return "Not measured yet: `python benchmarks/lossless.py --parts acceptance`.\n"
+    whole, _ = accepted_means(file)
     lengths = sorted({length for _, length in whole})
-    methods = sorted(
-        {method for method, _ in whole},
-        key=lambda method: (int(method.partition("budget=")[2]), method),
-    )
+    methods = sorted({method for method, _ in whole}, key=_by_budget)
 
-    def cell(method: str, length: int) -> str:
-        mean = whole.get((method, length))
-        return "" if mean is None else f"{mean:.2f}"
+    def change(method: str) -> str:
+        ends = [whole.get((method, length)) for length in (lengths[0], lengths[-1])]
+        if None in ends or len(lengths) < 2:
+            return ""
+        return f"{ends[1] - ends[0]:+.2f}"
 
-    body = [[f"`{m}`", *(cell(m, length) for length in lengths)] for m in methods]
-    return markdown(["draft", *(f"{length} tokens" for length in lengths)], body)
+    body = [
+        [f"`{m}`", *(_mean(whole.get((m, length))) for length in lengths), change(m)]
+        for m in methods
+    ]
+    titles = [f"{length} tokens" for length in lengths]
+    return markdown(["draft", *titles, "change"], body)
+
+
+def accepted_by_position(budget: int = 1024) -> str:
+    """The share of drafts whose first 1, 2, ... tokens are right at the longest length, the mean
+    over texts, of methods at one budget and of codes.
+    """
+    rows = load_rows("lossless_acceptance")
+    texts = {row["text"] for row in rows}
+    wanted = [row for row in rows if _by_budget(row["method"])[0] in (0, budget)]
+    found: dict[tuple[int, str], list[Any]] = {}
+    for row in wanted:
+        found.setdefault((row["length"], row["method"]), []).append(row["by_position"])
+    whole = {key: np.mean(one, axis=0) for key, one in found.items() if len(one) == len(texts)}
+    longest = max(length for length, _ in whole)
+    methods = sorted({m for length, m in whole if length == longest}, key=_by_budget)
+    places = range(1, 1 + len(whole[longest, methods[0]]))
+    body = [[f"`{m}`", *(short(share) for share in whole[longest, m])] for m in methods]
+    return markdown([f"draft, {longest} tokens", *map(str, places)], body)
+
+
+def accepted_by_text(budget: int = 1024) -> str:
+    """Tokens of a draft of 8 that are right by text, at each length in turn."""
+    rows = load_rows("lossless_acceptance")
+    texts = list(dict.fromkeys(row["text"] for row in rows))
+    lengths = sorted({row["length"] for row in rows})
+    found = {(row["method"], row["text"], row["length"]): row["accepted"] for row in rows}
+    methods = sorted({m for m, *_ in found if _by_budget(m)[0] in (0, budget)}, key=_by_budget)
+
+    def cell(method: str, text: str) -> str:
+        return " / ".join(_mean(found.get((method, text, n))) or "-" for n in lengths)
+
+    body = [[f"`{m}`", *(cell(m, text) for text in texts)] for m in methods]
+    return markdown([f"draft, {' / '.join(map(str, lengths))} tokens", *texts], body)
+
+
+def accepted_smollm2() -> str:
+    """`accepted` of the smaller model."""
+    return accepted("lossless_acceptance_smollm2")
+
+
+def _by_budget(method: str) -> tuple[int, str]:
+    """The order of methods in tables: codes, which have no budget, and then by budget."""
+    return int(method.partition("budget=")[2] or 0), method
+
+
+def _mean(tokens: float | None) -> str:
+    return "" if tokens is None else f"{tokens:.2f}"
 
 
 def _lossless(part: str) -> list[dict[str, Any]]:

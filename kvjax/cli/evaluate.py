@@ -113,11 +113,19 @@ def evaluate(
             help="Decode nothing; write the table and plots of all results in --out and its subfolders.",
         ),
     ] = False,
+    drafts: Annotated[
+        bool,
+        typer.Option(
+            "--drafts",
+            help="Also count the tokens of a draft of 8 that agree with full attention, after excerpts of --text at "
+            "each length.",
+        ),
+    ] = False,
     board: Annotated[
         bool,
         typer.Option(
             "--board",
-            help="Also count tokens accepted of drafts, and write board.md, board.json and curves: scores at equal "
+            help="Also count these, and write board.md, board.json and curves: scores at equal "
             "bytes read and at equal memory. Default tasks: needles and ruler-synthetic; default caches: all that "
             "apply to the model.",
         ),
@@ -197,14 +205,12 @@ def evaluate(
     if any(plan.done < plan.total for plan in plans):
         _run(subject, plans, batch=batch, parallel=parallel)
 
-    # Print.
-    _report(_cells(plans), out, as_json)
-    if board:
-        from kvjax.cli.board import finish
+    cells = _cells(plans)
+    if drafts or board:
+        from kvjax.cli.drafting import follow_texts
 
-        written = finish(
+        cells += follow_texts(
             subject,
-            _cells(plans),
             rows,
             lengths=lengths or [LENGTH],
             samples=samples or SAMPLES,
@@ -213,8 +219,16 @@ def evaluate(
             batch=batch,
             parallel=parallel,
             resume=resume,
-            step_times=step_times,
             out=out,
+        )
+
+    # Print.
+    _report(cells, out, as_json)
+    if board:
+        from kvjax.cli.board import finish
+
+        written = finish(
+            subject, cells, rows, lengths=lengths or [LENGTH], step_times=step_times, out=out
         )
         say(f"wrote {', '.join(map(str, written))}")
 

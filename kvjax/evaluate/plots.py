@@ -227,12 +227,13 @@ def _lines(axis: Axes, block: Block, methods: Sequence[str]) -> None:
             ticks.append(at)
     axis.set_xticks(ticks, [f"{at:.0f}" for at in ticks])
     axis.minorticks_off()
-    axis.set_ylim(-0.03, 1.03)
+    best = block.cells[0].key["task"].get("draft", 1)  # that a score can be
+    axis.set_ylim(-0.03 * best, 1.03 * best)
     axis.set_xlim(min(read) / 1.15, max(read) * 1.15)
     tidy(axis)
     ends.sort(key=lambda end: end[0])
     for (_, label, colour), place in zip(
-        ends, spread([end[0] for end in ends], gap=0.055, top=1.02), strict=True
+        ends, spread([end[0] for end in ends], gap=0.055 * best, top=1.02 * best), strict=True
     ):
         axis.annotate(
             label, (1.0, place), xycoords=("axes fraction", "data"), xytext=(5, 0), textcoords="offset points",

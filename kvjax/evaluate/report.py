@@ -229,20 +229,29 @@ def differences(cell: Cell, full: Cell) -> dict[str, Any]:
     """Mean difference of a cache's scores from those of full attention, question by question,
     with its standard error.
 
-    `other_wording` is the share of questions whose answers differ in their text. Empty unless
-    two or more questions were answered through both caches.
+    `other_wording` is the share of questions whose answers differ in their text, where there are
+    answers. Empty unless two or more questions were answered through both caches.
     """
     pairs = _same_questions(cell, full)
     if cell is full or len(pairs) < 2:
         return {}
     mean, stderr = _difference(pairs)
-    return {
-        "difference": mean,
-        "difference_stderr": stderr,
-        "other_wording": float(
-            np.mean([own["answer"] != other["answer"] for own, other in pairs])
-        ),
-    }
+    found = {"difference": mean, "difference_stderr": stderr}
+    if all("answer" in own for own, _ in pairs):  # drafts have none
+        other = [own["answer"] != wanted["answer"] for own, wanted in pairs]
+        found["other_wording"] = float(np.mean(other))
+    return found
+
+
+def by_position(cell: Cell) -> dict[str, Any]:
+    """Of a cell of drafts, the share of steps that agree with full attention, and of drafts whose
+    first 1, 2, ... tokens are all right; else empty.
+    """
+    if not all("by_position" in example for example in cell.examples):
+        return {}
+    shares = np.mean([example["by_position"] for example in cell.examples], axis=0)
+    agreement = np.mean([example["agreement"] for example in cell.examples])
+    return {"agreement": float(agreement), "by_position": shares.round(4).tolist()}
 
 
 def pairwise(cells: Sequence[Cell]) -> dict[str, dict[str, list[float]]]:
@@ -288,7 +297,10 @@ def summary(cells: Sequence[Cell]) -> dict[str, Any]:
             )
             settings = {name: cell.head.get(name) for name in ("budget", "dense_layers")}
             beside = differences(cell, whole[cell.task]) if cell.task in whole else {}
-            found["caches"][cell.cache] = {**settings, **_rounded(score(cell) | beside)}
+            found["caches"][cell.cache] = {
+                **settings,
+                **_rounded(score(cell) | beside | by_position(cell)),
+            }
     for task, found in results.items():
         found["differences"] = pairwise([cell for cell in cells if cell.task == task])
     refused = {cell.cache: cell.refused for cell in cells if cell.refused}

@@ -76,6 +76,34 @@ def test_a_run_writes_results_table_and_plots_and_is_not_made_again(
     assert "plots need matplotlib: pip install 'kvjax[eval]'" in err
 
 
+def test_drafts_are_counted_beside_the_scores_and_not_again(
+    run, checkpoint, tmp_path, monkeypatch
+):
+    caches = ("--cache", "full", "--cache", "streaming_llm", "--budget", "16,32")
+    ask = (checkpoint, *SMALL, *caches, "--drafts", "--out", tmp_path)
+    code, out, err = run(*ask, "--json")
+    assert code == 0, err
+    found = json.loads(out)["results"]["drafts of 8 at 300"]
+    assert found["metric"] == "tokens accepted of 8"
+    assert found["task"]["draft"] == 8
+    full = found["caches"]["full"]
+    assert (full["n"], full["mean"], full["by_position"]) == (3, 8.0, [1.0] * 8)
+    short = found["caches"]["streaming_llm@16"]
+    assert short["mean"] == pytest.approx(sum(short["by_position"]), abs=1e-3)
+    assert short["by_position"] == sorted(short["by_position"], reverse=True)
+    assert short["mean"] < 8, "a window of 16 tokens misses nothing, so this shows nothing"
+    assert short["difference"] == pytest.approx(short["mean"] - 8, abs=1e-3)
+    assert "other_wording" not in short
+
+    monkeypatch.setattr(
+        "kvjax.models.load", lambda *args, **settings: pytest.fail("weights were read")
+    )
+    assert run(*ask, "--json")[:2] == (0, out)
+    code, out, _ = run("--report-only", "--out", tmp_path)
+    assert code == 0
+    assert "Tokens accepted of 8, n = 3." in out
+
+
 def test_runs_in_several_folders_are_reported_on_together_and_nothing_is_decoded(
     run, checkpoint, tmp_path, monkeypatch
 ):
