@@ -244,8 +244,8 @@ def differences(cell: Cell, full: Cell) -> dict[str, Any]:
 
 
 def by_position(cell: Cell) -> dict[str, Any]:
-    """Of a cell of drafts, the share of steps that agree with full attention, and of drafts whose
-    first 1, 2, ... tokens are all right; else empty.
+    """The share of steps that agree with full attention, and of drafts whose first 1, 2, ... tokens
+    are all right, for a cell of drafts; else empty.
     """
     if not all("by_position" in example for example in cell.examples):
         return {}
