@@ -275,5 +275,5 @@ VALUES: dict[str, Callable[[], str]] = {
     "single_tokens_loss": single_tokens_loss,
     "pages_loss": pages_loss,
     "two_bits_loss": partial(two_bits_loss, "eval_qwen_gsm8k"),
-    "two_bits_loss_shots": partial(two_bits_loss, "eval_qwen_gsm8k_shots"),
+    "two_bits_loss_shots": partial(two_bits_loss, "eval_qwen_gsm8k_shots_all"),
 }
