@@ -184,6 +184,13 @@ PAGES: dict[str, tuple[str, tuple[str, ...]]] = {
             "--cache snapkv:kernel_size=13,dense_layers=2",
         ),
     ),
+    "command_evictors": (
+        "evictors_values",
+        (
+            "python benchmarks/evictors.py --text {text} --rows 2 --prompt {length} "
+            "--new-tokens {steps} --budget 264 --needles 8 --out evictors.json",
+        ),
+    ),
     "command_turbo": ("turbo_codes", ("python benchmarks/turbo_codes.py --text {text}",)),
     "command_equal": (
         "perplexity_equal",
