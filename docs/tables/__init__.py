@@ -23,6 +23,7 @@ from docs.tables import (
     guides,
     hybrid,
     methods,
+    prompts,
     published,
     quality,
     readme,
@@ -68,6 +69,7 @@ TABLES: dict[str, Callable[[], str]] = {
         tpus.tpu_kernels,
         board.board_reads, board.board_holds, board.board_drafts, board.board_gsm8k, board.board_ruler,
         board.board_perplexity, board.board_smollm2, board.boards,
+        prompts.prompts_counted, prompts.prompts_differ, prompts.prompts_scored, prompts.prompts_gsm8k,
         faults.mutants,
     )
 }  # fmt: skip
