@@ -70,12 +70,11 @@ def evict(
         places (`rope_theta`).
 
     **Source:** see `Random`, `KeyNorm`, `KeyDiff`, `Lag`, `ValueWeighted` (VATP), `Critical`, `ExpectedAttention`,
-    `Redundancy` (R-KV) and `Trigonometric` (TriAttention). `KeyDiff`, `Lag`, `Critical` and
-    `ExpectedAttention` were read again in their released form; the others were only checked
-    against their own docstrings. **Differs:** as there: `criticalkv` measures values before
-    the output projection, `expected` counts queries of generated tokens, `rkv` forgives no key
-    where none is alike, and `triattention` is calibrated on its own text. Every KV head evicts
-    on its own.
+    `Redundancy` (R-KV) and `Trigonometric` (TriAttention). **Differs:** as there: `criticalkv`
+    measures values before the output projection, `expected` counts queries of generated tokens,
+    `rkv` forgives no key where none is alike, and `triattention` is calibrated on its own text.
+    Every KV head evicts on its own. The authors of "random" and "triattention" keep the prompt
+    beside the budget; here `prompt` does.
 
     **Checklist:** unit: tokens that are evicted, for each KV head; besides: all kept tokens;
     zones: no sink, no window; budget: kept tokens, the prompt's too unless `prompt` sets room

@@ -245,8 +245,8 @@ class Redundancy(Evictor):
     each token forgives the newest key that resembles it by more than `alike`. The window itself
     stays. Comparing L held tokens takes L^2 products of keys.
 
-    **Source:** R-KV (Cai et al. 2025, arXiv 2505.24133), its code: window 8, balance .07.
-    **Differs:** where no key resembles a token, its code forgives the first key; here none.
+    **Source:** R-KV (Cai et al. 2025, arXiv 2505.24133), its code: window 8, balance .07, which
+    is .1 in the paper. **Differs:** where no key resembles a token, its code forgives the first key; here none.
     """
 
     window: int = 8
@@ -342,8 +342,10 @@ class Trigonometric(Evictor):
     group's query heads decides, each by its standard deviation.
 
     **Source:** TriAttention (arXiv 2604.04921), its code: per layer and head, prompt kept
-    beside the budget. **Differs:** it is calibrated on the queries that the cache has seen, in
-    place of another text.
+    beside the budget. **Differs:** it is calibrated on the queries that the cache has seen,
+    instead of another text. Dividing by the deviation is an option of the authors' code, which
+    is off by default there and on in TensorRT-LLM. The oldest of equal tokens goes, where the
+    code adds noise.
     """
 
     rope: Rope | None
