@@ -9,6 +9,10 @@ gpt-oss-20b (42 GB), with a batch of 1 and a cache filled with random tokens. `m
 of a step of one program that makes `--steps` of them, and `floor_ms` that of reading all
 attention weights, the router, the head, the experts that a token chooses and the cache that the
 method reads, once, at the rate of the device's memory. About a minute a shape.
+
+    python benchmarks/moe_steps.py --product row,ragged_dot,tokamax [--batches 1,8]
+
+times the products of the chosen experts alone, by several ways (`moe_products.py`).
 """
 
 from __future__ import annotations
@@ -23,10 +27,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import moe_products
 from decode_step import policies
 from device_time import bytes_per_us
 from flax import nnx
-from layers import clock, floor_us, names, names_of, options, out_of, parse, save, show
+from layers import clock, floor_us, names_of, numbers, options, out_of, parse, save, show
 from throughput import fill
 
 import kvjax
@@ -178,7 +183,11 @@ def by_kind(model: models.Decoder, cache: Any, token: Any, steps: int) -> dict[s
 
 def main(args: Sequence[str] | None = None) -> None:
     parser = options(__doc__, "moe_steps.json", calls=4)
-    parser.add_argument("--shapes", type=names, default=list(SHAPES))
+    parser.add_argument("--shapes", type=names_of(SHAPES), default=list(SHAPES))
+    parser.add_argument(
+        "--product", type=names_of(moe_products.PRODUCTS), help="times products alone, by these"
+    )
+    parser.add_argument("--batches", type=numbers, default=[1], help="of --product")
     parser.add_argument(
         "--methods", type=names_of(policies(budget=2048)), default=["full", "fier"]
     )
@@ -191,6 +200,9 @@ def main(args: Sequence[str] | None = None) -> None:
     given = parse(parser, args)
     if given.quick:
         given.length, given.steps, given.budget, given.calls = 2048, 2, 256, 1
+    if given.product:
+        products(given)
+        return
     what = (
         f"decode steps of mixtures of experts, random weights, batch 1, budget {given.budget}"
     )
@@ -200,6 +212,24 @@ def main(args: Sequence[str] | None = None) -> None:
             show({name: x for name, x in row.items() if name != "parts"})
             save(out_of(given, "moe_steps.json"), what, [row], ("shape", "method", "length"))
             gc.collect()
+
+
+def products(given: Any) -> None:
+    """Times `--product`, each in each shape; one that does not take the call says why."""
+    out = out_of(given, "moe_products.json")
+    what = "the products of the chosen experts of a layer, random weights; us: device time"
+    for shape in given.shapes:
+        config = shrunk(SHAPES[shape]) if given.quick else SHAPES[shape]
+        for batch in given.batches:
+            for name in given.product:
+                row: dict[str, Any] = {"shape": shape, "product": name, "batch": batch}
+                try:
+                    row = moe_products.measure(shape, config, name, batch, given.calls)
+                except Exception as error:  # a library may refuse a call in any way
+                    row["why"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+                show(row)
+                save(out, what, [row], ("shape", "product", "batch"))
+                gc.collect()
 
 
 if __name__ == "__main__":
