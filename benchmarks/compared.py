@@ -32,18 +32,8 @@ from decode_step import cudnn, kvjax_step, random_pair, through, turning
 from device_time import bytes_per_us
 from host_steps import queries
 from jax import Array
-from layers import (
-    LAYER,
-    SMALL_LAYER,
-    clock,
-    names_of,
-    numbers,
-    options,
-    out_of,
-    parse,
-    save,
-    show,
-)
+from layers import LAYER, SMALL_LAYER, clock, numbers, options, out_of, parse, save, show
+from named import names_of
 
 import kvjax
 from kvjax import CacheSpec, presets

@@ -42,8 +42,6 @@ from layers import (
     clock,
     floor_us,
     implementation,
-    names,
-    names_of,
     numbers,
     options,
     out_of,
@@ -51,6 +49,7 @@ from layers import (
     save,
     show,
 )
+from named import names_of
 from throughput import fill
 
 import kvjax
@@ -68,6 +67,7 @@ METHODS = [
     "full",
     "by hand",
 ]  # in order of worth
+IMPLEMENTATIONS = ["default", "kernels", "xla"]
 L2_BYTES = 60e6
 Step = Callable[
     [Any, Array, Array, Array], tuple[Array, Any]
@@ -217,7 +217,11 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--lengths", type=numbers, default=list(LENGTHS))
     parser.add_argument("--batches", type=numbers, default=list(BATCHES))
     parser.add_argument("--methods", type=names_of(METHODS), default=METHODS)
-    parser.add_argument("--implementations", type=names, default=["default", "kernels", "xla"])
+    parser.add_argument(
+        "--implementations",
+        type=names_of(IMPLEMENTATIONS, "implementation"),
+        default=IMPLEMENTATIONS,
+    )
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument(
         "--dense-capacity", type=int, help="default: as measured for this device"

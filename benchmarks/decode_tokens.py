@@ -31,7 +31,6 @@ from layers import (
     SMALL_LAYER,
     clock,
     floor_us,
-    names_of,
     numbers,
     options,
     out_of,
@@ -39,6 +38,7 @@ from layers import (
     save,
     show,
 )
+from named import names_of
 from throughput import fill
 
 import kvjax

@@ -48,7 +48,8 @@ import throughput
 from device_time import bytes_per_us
 from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
-from layers import implementation, names_of, out_of, save, show
+from layers import implementation, out_of, save, show
+from named import names_of
 
 import kvjax
 from kvjax import PerLayer, Placement, presets

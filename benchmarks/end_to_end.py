@@ -28,8 +28,9 @@ import jax.numpy as jnp
 import throughput
 from jax import Array
 from jax.tree_util import register_dataclass
-from layers import names_of, out_of, show
+from layers import out_of, show
 from measured import write_rows
+from named import names_of
 
 from kvjax import CacheSpec, Full, PerLayer, presets
 from kvjax.evaluate.provenance import digest_json

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import measured
+import named
 import numpy as np
 from layers import show
 from long_generation import own_text, summary
@@ -83,6 +84,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--caches",
         nargs="*",
+        type=named.cache,
         help="some of the caches; the first is the baseline. Default: all",
     )
     parser.add_argument(

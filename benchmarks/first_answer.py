@@ -58,6 +58,7 @@ if (
     os.environ[HELD] = "false"
 
 import jax  # noqa: E402
+import named  # noqa: E402
 from layers import out_of, save, show  # noqa: E402
 
 FILLER = "The grass is green. The sky is blue. The sun is yellow.\n"
@@ -298,7 +299,9 @@ def main(args: Sequence[str] | None = None) -> None:
         "--tokens", type=int, default=None, help="of the prompt: 2829, or 32768 with a shape"
     )
     parser.add_argument("--new", default=None, help="numbers of new tokens, such as 5,128")
-    parser.add_argument("--caches", default=None, help="methods, with spaces between")
+    parser.add_argument(
+        "--caches", type=named.caches(), default=None, help="methods, with spaces between"
+    )
     parser.add_argument("--lengths", default=None, help="of the prompts of one process")
     parser.add_argument("--without-transformers", action="store_true")
     parser.add_argument("--loads", action="store_true", help="the rows `load` alone")
@@ -313,7 +316,7 @@ def main(args: Sequence[str] | None = None) -> None:
     work.mkdir(parents=True, exist_ok=True)
     tokens = given.tokens or (32768 if large else 2829)
     news = [int(n) for n in (given.new or ("128" if large else "5,128")).split(",")]
-    caches = (given.caches or f"full fier:budget={2048 if large else 256}").split()
+    caches = given.caches or ["full", f"fier:budget={2048 if large else 256}"]
     lengths = given.lengths or ("9000,20000,13000" if large else "300,900,1886,2829")
 
     from kvjax import models

@@ -25,8 +25,8 @@ import measured
 import numpy as np
 from claims.live import capture_generated
 from jax import Array, lax
-from layers import names_of
 from measured import write_rows
+from named import names_of
 
 from kvjax import models, ops, presets
 from kvjax.attention import attention_info

@@ -28,17 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 from decode_step import kvjax_step, random_pair, turning
 from jax import Array, lax
-from layers import (
-    clock,
-    implementation,
-    names_of,
-    numbers,
-    options,
-    out_of,
-    parse,
-    save,
-    show,
-)
+from layers import clock, implementation, numbers, options, out_of, parse, save, show
+from named import names_of
 from throughput import fill
 
 import kvjax

@@ -28,8 +28,9 @@ import jax
 import jax.numpy as jnp
 from device_time import bytes_per_us
 from jax import Array
-from layers import clock, floor_us, names, numbers, options, out_of, parse, save, show
+from layers import clock, floor_us, numbers, options, out_of, parse, save, show
 from moe_steps import weight_bytes
+from named import names_of
 from throughput import fill, random_model
 
 import kvjax
@@ -225,7 +226,9 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", choices=sorted(MODELS), default="qwen3.5-27b")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--cells", type=cells, default=cells("131072x1,32768x8"))
-    parser.add_argument("--methods", type=names, default=["full", "fier", "quest"])
+    parser.add_argument(
+        "--methods", type=names_of(presets.REGISTRY), default=["full", "fier", "quest"]
+    )
     parser.add_argument("--budget", type=int, default=2048)
     given = parse(parser, args)
     if given.quick:

@@ -8,7 +8,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,6 @@ from measured import write_rows
 from kvjax import CacheSpec, ops
 from kvjax.evaluate.provenance import provenance
 from kvjax.policies import Compressed, Full, Policy, Retrieval
-from kvjax.validation import nearest
 
 
 class Took(NamedTuple):
@@ -132,29 +131,6 @@ SMALL_LAYER: dict[str, Any] = {
 
 def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
-
-
-def names(text: str) -> list[str]:
-    return text.split(",")
-
-
-def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """A type of an option for argparse: names of `known`, separated by commas; any other is an
-    error.
-    """
-    known = list(known)
-
-    def read(text: str) -> list[str]:
-        for name in names(text):
-            if name not in known:
-                near = nearest(name, known)
-                hint = f"did you mean {near!r}? There" if near else "there"
-                raise argparse.ArgumentTypeError(
-                    f"no method {name!r}; {hint} are {', '.join(known)}"
-                )
-        return names(text)
-
-    return read
 
 
 def options(doc: str | None, results: str, calls: int) -> argparse.ArgumentParser:

@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 import measured
+import named
 import numpy as np
 from layers import show
 from measured import write_rows
@@ -96,7 +97,10 @@ def main(args: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--text", type=Path, required=True, help="UTF-8 file with a long text")
     parser.add_argument(
-        "--methods", default=METHODS, help="separated by spaces; the first is the baseline"
+        "--methods",
+        type=named.caches(),
+        default=METHODS,
+        help="separated by spaces; the first is the baseline",
     )
     parser.add_argument("--rows", type=int, default=4, help="passages that the model continues")
     parser.add_argument("--prompt", type=int, default=2048, help="tokens of each passage")
@@ -126,7 +130,7 @@ def main(args: Sequence[str] | None = None) -> None:
         folder, made_by, lambda: own_text(checkpoint, prompts, given.new_tokens, given.seed)
     )
     task = passages.Passages(tuple(map(tuple, texts)), given.new_tokens)
-    asked = make_rows(given.methods.split(), budgets=[given.budget])
+    asked = make_rows(given.methods, budgets=[given.budget])
     kept: dict[str, Any] = {
         "model": about["model"]["digest"],
         "out": folder / source_digest()[:12],

@@ -43,11 +43,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import named
 import numpy as np
 from flax import nnx
 from jax import Array, lax
 from layers import show
 from measured import write_rows
+from named import names_of
 from throughput import fill
 from verified import Verified, verified
 
@@ -706,10 +708,15 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument(
         "--size", type=shape, default=(32768, 24), help="tokens x rows of the loops"
     )
-    parser.add_argument("--method", default="fier:budget=1024")
+    parser.add_argument("--method", type=named.cache, default="fier:budget=1024")
     parser.add_argument("--tokens", type=int, help="of a draft; default: SelfDraft's own")
     parser.add_argument("--new", type=int, default=384, help="tokens that each row writes")
-    parser.add_argument("--parts", default="speed,same,steps", help=",".join(PARTS))
+    parser.add_argument(
+        "--parts",
+        type=names_of(PARTS, "part"),
+        default="speed,same,steps",
+        help=",".join(PARTS),
+    )
     parser.add_argument(
         "--shapes", default="131072x1,131072x4,32768x24", help="of the part steps"
     )
@@ -718,11 +725,13 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument(
         "--methods",
         nargs="*",
+        type=named.cache,
         help="of the part acceptance; default: all that select, at budgets 1024, 256, 4096, and codes",
     )
     parser.add_argument(
         "--selections",
         nargs="*",
+        type=lambda text: named.caches(marks=("verified+",))(text)[0],
         help="of the part selections; default: METHOD and verified+METHOD of several at a budget of 256",
     )
     parser.add_argument("--lengths", type=numbers, default=[4096, 16384, 31744])
@@ -746,9 +755,6 @@ def options() -> argparse.ArgumentParser:
 def main(args: Sequence[str] | None = None) -> None:
     parser = options()
     given = parser.parse_args(args)
-    given.parts = given.parts.split(",")
-    if unknown := set(given.parts) - set(PARTS):
-        parser.error(f"--parts takes {', '.join(PARTS)}; got {', '.join(sorted(unknown))}")
     if given.quick:
         given.size, given.new, given.lengths = (640, 2), 24, [512]
         given.layers, given.count, given.forced, given.acceptance_rows = 2, 2, 24, 2

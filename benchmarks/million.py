@@ -29,7 +29,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import throughput
-from layers import names_of, out_of, save, show
+from layers import out_of, save, show
+from named import names_of
 from ttft import METHODS, flops
 
 import kvjax

@@ -31,7 +31,8 @@ import moe_products
 from decode_step import policies
 from device_time import bytes_per_us
 from flax import nnx
-from layers import clock, floor_us, names_of, numbers, options, out_of, parse, save, show
+from layers import clock, floor_us, numbers, options, out_of, parse, save, show
+from named import names_of
 from throughput import fill
 
 import kvjax
@@ -183,9 +184,11 @@ def by_kind(model: models.Decoder, cache: Any, token: Any, steps: int) -> dict[s
 
 def main(args: Sequence[str] | None = None) -> None:
     parser = options(__doc__, "moe_steps.json", calls=4)
-    parser.add_argument("--shapes", type=names_of(SHAPES), default=list(SHAPES))
+    parser.add_argument("--shapes", type=names_of(SHAPES, "shape"), default=list(SHAPES))
     parser.add_argument(
-        "--product", type=names_of(moe_products.PRODUCTS), help="times products alone, by these"
+        "--product",
+        type=names_of(moe_products.PRODUCTS, "product"),
+        help="times products alone, by these",
     )
     parser.add_argument("--batches", type=numbers, default=[1], help="of --product")
     parser.add_argument(

@@ -33,8 +33,9 @@ from pathlib import Path
 from typing import Any
 
 from beside.cases import Case
-from layers import names_of, numbers, options, out_of, parse, show
+from layers import numbers, options, out_of, parse, show
 from measured import write_rows
+from named import names_of
 
 from kvjax.evaluate.provenance import json_text, provenance
 
@@ -135,7 +136,9 @@ def save(out: Path | None, library: str, rows: list[dict[str, Any]], why: str) -
 
 def main(args: Sequence[str] | None = None) -> None:
     parser = options(__doc__, "peers.json", calls=20)
-    parser.add_argument("--libraries", type=names_of(LIBRARIES), default=list(LIBRARIES))
+    parser.add_argument(
+        "--libraries", type=names_of(LIBRARIES, "library"), default=list(LIBRARIES)
+    )
     parser.add_argument("--lengths", type=numbers, default=[131072])
     parser.add_argument("--batches", type=numbers, default=[1, 8])
     parser.add_argument("--budget", type=int, default=2048)

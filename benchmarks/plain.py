@@ -30,7 +30,8 @@ import jax.numpy as jnp
 from compared import filled, policy_of
 from decode_step import by_hand, kvjax_step, random_pair, through
 from jax import Array
-from layers import LAYER, clock, names_of, numbers, options, out_of, save, show
+from layers import LAYER, clock, numbers, options, out_of, save, show
+from named import names_of
 from throughput import fill
 
 import kvjax

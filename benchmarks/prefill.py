@@ -22,17 +22,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from layers import (
-    clock,
-    keep_counts,
-    names_of,
-    numbers,
-    options,
-    out_of,
-    parse,
-    save,
-    show,
-)
+from layers import clock, keep_counts, numbers, options, out_of, parse, save, show
+from named import names_of
 from throughput import SHAPES, fill, random_model
 
 import kvjax

@@ -34,6 +34,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import measured
+import named
 import numpy as np
 from end_to_end import FullByCudnn
 from jax import Array
@@ -258,6 +259,7 @@ def main(args: Sequence[str] | None = None) -> None:
     )
     parser.add_argument(
         "--methods",
+        type=named.caches("cudnn"),
         default=METHODS,
         help="names with spaces between; settings may follow a name",
     )
@@ -294,7 +296,7 @@ def main(args: Sequence[str] | None = None) -> None:
         jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp())
     directory = given.model_dir or models.shipped()
     checkpoint = models.load(directory, dtype=given.dtype)
-    policies = caches(given.methods.split(), given.budget, given.dense_layers, given.cudnn)
+    policies = caches(given.methods, given.budget, given.dense_layers, given.cudnn)
     sizes = [tuple(int(part) for part in size.split("x")) for size in given.sizes.split(",")]
     for _, batch in sizes:
         if batch % min(batch, given.different):

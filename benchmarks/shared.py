@@ -22,18 +22,8 @@ import jax
 import jax.numpy as jnp
 from decode_step import random_pair
 from jax import Array, lax
-from layers import (
-    LAYER,
-    SMALL_LAYER,
-    clock,
-    names_of,
-    numbers,
-    options,
-    out_of,
-    parse,
-    save,
-    show,
-)
+from layers import LAYER, SMALL_LAYER, clock, numbers, options, out_of, parse, save, show
+from named import names_of
 from throughput import fill
 
 import kvjax

@@ -21,6 +21,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from named import names_of
+
+from kvjax.presets import REGISTRY
+
 TASKS = ("needles", "pass_key")
 DENSE = 2  # first layers that attend to everything, as in the two commands
 
@@ -69,7 +73,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--calibrate", type=Path, required=True, help="UTF-8 file of another text"
     )
-    parser.add_argument("--methods", default="fier,pariskv,quest")
+    parser.add_argument("--methods", type=names_of(REGISTRY), default="fier,pariskv,quest")
     parser.add_argument("--shares", default="1,2,4,8")
     parser.add_argument(
         "--length",
@@ -107,7 +111,7 @@ def main(args: Sequence[str] | None = None) -> None:
         )
         given.share_of_length, given.parallel = 0.5, 2
     methods, shares = (
-        given.methods.split(","),
+        given.methods,
         [int(share) for share in given.shares.split(",")],
     )
     budget = int(given.length * given.share_of_length)

@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import measured
+import named
 import numpy as np
 from layers import show
 from measured import write_rows
@@ -147,6 +148,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--text", type=Path, required=True, help="UTF-8 file with a long text")
     parser.add_argument(
         "--methods",
+        type=named.caches(),
         default="full fier:budget=1024 quest:budget=1024 pariskv:budget=1024,dense_below=0",
         help="separated by spaces",
     )
@@ -174,7 +176,7 @@ def main(args: Sequence[str] | None = None) -> None:
     )
     head = {**about, "ngram": given.ngram, "draft": given.draft}
     rows = []
-    for cache in given.methods.split():
+    for cache in given.methods:
         for kind, ids in asked.items():
             rows.append(measure(checkpoint, cache, kind, ids, draft, given))
             show(rows[-1])

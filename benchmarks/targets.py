@@ -22,6 +22,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,21 +114,24 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=8)
-    parser.add_argument("--only", help=f"some of {','.join(PARTS)}")
+    parser.add_argument("--only", default=",".join(PARTS), help=f"some of {','.join(PARTS)}")
     parser.add_argument("--part", help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    given = parser.parse_args(args)
+    parts = given.only.split(",")
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"--only takes {', '.join(PARTS)}; got {', '.join(sorted(unknown))}")
     given.out.mkdir(parents=True, exist_ok=True)
     if given.part:
         file = given.out / f"{given.part}.json"
         return test(file) if given.part == "tests" else measure(given.part, file)
     end = time.monotonic() + 60 * given.minutes
-    for part in given.only.split(",") if given.only else PARTS:
+    for part in parts:
         log = given.out / f"{part}.log"
         with log.open("w") as to:
             command = [sys.executable, __file__, "--out", str(given.out), "--part", part]

@@ -60,6 +60,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 import kvjax
+from benchmarks.named import caches, names_of
 from benchmarks.tpu_moves import BANDWIDTH, CLOCK, bytes_of, derived_us, kernel_moves
 from benchmarks.tpu_program import Program, cache_sized_copies
 from kvjax import presets
@@ -77,6 +78,7 @@ OPTIONS = {"v6e": {"xla_tpu_offload_gather_to_sparsecore": True}}
 BUDGET = 2048
 DENSE = "dense by hand"
 STEPS = 8  # tokens of a step of several
+PROGRAMS = ("step", "steps", "prompt", "flush")
 MOST_TEMP = 0.05  # of the bytes of all tokens' keys and values
 
 
@@ -408,10 +410,13 @@ def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = partial(str.split, sep=",")
-    parser.add_argument("--chips", type=names, default=list(CHIPS))
-    parser.add_argument("--presets", type=names, default=list(presets.REGISTRY))
-    parser.add_argument("--programs", type=names, default=["step", "steps", "prompt", "flush"])
+    parser.add_argument("--chips", type=names_of(CHIPS, "chip"), default=list(CHIPS))
+    parser.add_argument(
+        "--presets", type=caches(DENSE, apart=","), default=list(presets.REGISTRY)
+    )
+    parser.add_argument(
+        "--programs", type=names_of(PROGRAMS, "program"), default=list(PROGRAMS)
+    )
     parser.add_argument("--capacity", type=int, default=131072)
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument(

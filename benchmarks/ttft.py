@@ -36,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 import throughput
 from layers import out_of, save, show
+from named import names_of
 
 import kvjax
 from kvjax import presets
@@ -180,7 +181,7 @@ def main(args: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--turn", type=int, default=1024)
     parser.add_argument(
-        "--methods", type=lambda text: text.split(","), default=["floor", *METHODS]
+        "--methods", type=names_of(["floor", *METHODS]), default=["floor", *METHODS]
     )
     parser.add_argument("--calls", type=int, default=2)
     parser.add_argument(

@@ -1,6 +1,7 @@
 """The benchmarks of whole steps: they run, and they time the whole step."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -34,32 +35,50 @@ def scripts(monkeypatch):
         del sys.modules[name]
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        "compared",
-        "compile_time",
-        "decode_step",
-        "decode_tokens",
-        "devices",
-        "end_to_end",
-        "hit_rates",
-        "host_steps",
-        "million",
-        "moe_steps",
-        "plain",
-        "prefill",
-        "shared",
-    ],
-)
-def test_a_method_of_an_unknown_name_is_refused(scripts, capsys, script):
+def asked_by_name():
+    """Each benchmark with its options that take names of methods, parts or libraries."""
+    options = "methods?|caches|implementations|shapes|product|libraries|presets|programs|chips|parts|only|selections"
+    for path in sorted(FOLDER.glob("*.py")):
+        declared = re.findall(rf'add_argument\(\s*"--({options})"', path.read_text())
+        found = [name for name in declared if (path.stem, name) not in OTHER_NAMES]
+        if found:
+            yield path.stem, sorted(set(found))
+
+
+# Options of those names that take something else, and what they take.
+OTHER_NAMES = {
+    ("lossless", "shapes"): "tokens x rows",
+    ("lowered", "only"): "a regular expression",
+    ("moe_steps", "parts"): "a switch",
+    ("mutants", "only"): "modules of a room, whose names it checks itself",
+}
+NEEDED = {  # what a script asks for first
+    "long_generation": ["--text", "LICENSE"],
+    "mutants": ["engine"],
+    "real_speed": ["--text", "LICENSE"],
+    "run": ["--out", "unused"],
+    "shared_quality": ["MODEL", "--text", "LICENSE", "--calibrate", "LICENSE"],
+    "speculation": ["MODEL", "--text", "LICENSE"],
+    "targets": ["--out", "unused"],
+}
+
+
+@pytest.mark.parametrize(("script", "asked"), list(asked_by_name()))
+def test_an_unknown_name_is_refused_in_one_sentence(scripts, capsys, script, asked):
     """It would be timed as another one, under that name."""
-    with pytest.raises(SystemExit) as ended:
-        scripts(script).main(["--methods", "fierr"])
-    assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert "fierr" in said
-    assert "fier, " in said or "'fier'" in said
+    name = f"benchmarks.{script}" if script in ("run", "tpu") else script
+    module = scripts(name)
+    module = getattr(module, script) if "." in name else module
+    for option in asked:
+        with pytest.raises(SystemExit) as ended:
+            module.main([*NEEDED.get(script, ()), f"--{option}", "fierr"])
+        assert ended.value.code == 2
+        *usage, said = capsys.readouterr().err.strip().splitlines()
+        assert usage[0].startswith("usage: ")
+        assert f"--{option}" in said
+        assert "fierr" in said
+        known = said.replace(f"--{option}", "").replace("fierr", "")
+        assert len(re.findall(r"[a-z0-9_]{3,}", known)) > 4, "it says what there is"
 
 
 def tokens(key, B, heads):
