@@ -29,6 +29,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ from transformers import AutoTokenizer
 from benchmarks.gsm8k import Gsm8k
 from kvjax import models
 from kvjax.evaluate.provenance import digest, json_text, provenance, replace_file
-from kvjax.evaluate.tasks import make_tasks
+from kvjax.evaluate.tasks import Example, make_tasks
 from kvjax.evaluate.tasks.generated import FILLING, RULER, TASKS, made_text
 from kvjax.evaluate.tasks.haystack import WORDS
 
@@ -103,7 +104,7 @@ def definitions(file: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     )
     made.update(given)
     exec(code, made)  # the file of an installed package, as an import would run it
-    made.update(given)
+    made.update(given)  # instead of constants of the same name
     return made
 
 
@@ -420,8 +421,6 @@ def scores(
     task: str, answers: Sequence[str], theirs: Mapping[str, Any]
 ) -> dict[str, list[float]]:
     """By the form of an answer, what our rule and the harness's give it."""
-    from kvjax.evaluate.tasks import Example
-
     (made,) = make_tasks([task])
     example = Example("0", (), tuple(answers), {}, ())
     found = {}
@@ -481,13 +480,10 @@ def _mean(numbers: Iterator[int]) -> float:
 
 def gsm8k_row(tokenizer: Any, shots: int = 1) -> dict[str, Any]:
     """GSM8K after solved problems in both forms, and both rules of scoring."""
-    import jinja2
+    import jinja2  # with the harness
     import yaml
 
-    class Loader(yaml.SafeLoader):
-        pass
-
-    config = yaml.load((harness_folder() / "gsm8k" / "gsm8k.yaml").read_text(), Loader)
+    config = yaml.safe_load((harness_folder() / "gsm8k" / "gsm8k.yaml").read_text())
     solved = [
         {"question": f"How much is {n} + 1?", "answer": f"One more.\n#### {n + 1}"}
         for n in range(shots + 1, 0, -1)  # the last answer is 2
@@ -566,8 +562,6 @@ def main(args: Sequence[str] | None = None) -> None:
         for name, found in one["parts"].items():
             print(f"  {name}: {found['tokens'][0]} and {found['tokens'][1]} tokens", end="")
             print("".join(f"\n    {ours!r} | {theirs!r}" for ours, theirs in found["differs"]))
-    from importlib.metadata import version
-
     about = {
         **provenance(),
         "what": "prompts of our tasks beside lm-evaluation-harness; each pair: ours, theirs",

@@ -47,6 +47,28 @@ def links() -> str:
     return markdown(("bytes", *(str(size) for size in sizes)), body)
 
 
+def command_devices() -> str:
+    """The commands that measured the 8 layers of the 8B shape over four GPUs, and predicted."""
+    placements, layers = ("model=4", "ctx=4"), 8
+    sizes: dict[str, dict[str, None]] = {}  # in order, by method
+    for row in load_rows("devices"):
+        of_four = row["placement"] in placements or row["placement"] == "none"
+        if row["part"] == "times" and row["layers"] == layers and of_four:
+            own = sizes.setdefault(row["method"], {})
+            own[f"{row['length']}x{row['batch']}"] = None
+    most = max(sizes.values(), key=len)
+    methods = [method for method, own in sizes.items() if len(own) == len(most)]
+    return (
+        "```console\n"
+        "$ export JAX_COMPILATION_CACHE_DIR=/tmp/programs\n"
+        f"$ python benchmarks/devices.py --no-check --links --ahead 24 --layers {layers} "
+        f"--methods {','.join(methods)} \\\n"
+        f"    --placements {','.join(placements)} --sizes {','.join(most)}\n"
+        "$ python benchmarks/scaling.py\n"
+        "```\n"
+    )
+
+
 def prompts() -> str:
     """Seconds until the logits after a prompt, by placement."""
     found = {

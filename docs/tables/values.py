@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from docs.tables import performance, scaling
+from docs.tables.claims import load_claims, read_cell
 from docs.tables.reading import load_file, load_measured, load_results, load_rows, load_scores
 from docs.tables.tpus import of_dense, steps_of
 from docs.tables.writing import points, short, span
@@ -46,6 +47,14 @@ def paris_gain(case: str, without: str) -> str:
     """Points of recall that ParisKV loses without a part of it."""
     found = load_measured("measure_paris_smollm2")
     return points(found[case]["recall"] - found[without]["recall"])
+
+
+def page_recall(cell: str) -> str:
+    """The recall of a row about pages that answers judge: of single tokens, pages or boxes."""
+    rows = load_claims("fier")["rows"]
+    (row,) = [row for row in rows if row["claim"].startswith("Pages scored by the mean")]
+    (found,) = [read_cell(one) for one in row["cells"] if one["name"] == cell]
+    return short(found.value, 3)
 
 
 # ------------------------------------------------------------------------------------------------------------- methods
@@ -186,6 +195,9 @@ VALUES: dict[str, Callable[[], str]] = {
     "short_row": short_row,
     "tiers_gain": partial(paris_gain, "as published", "plain votes"),
     "alpha_gain": partial(paris_gain, "as published", "no alpha-correction"),
+    "single_tokens": partial(page_recall, "FIER"),
+    "pages_by_mean": partial(page_recall, "pages by mean 1-bit score"),
+    "pages_by_box": partial(page_recall, "Quest"),
     "rotation_gain": partial(paris_gain, "as published", "not rotated"),
     "reranked_rotation_gain": partial(paris_gain, "candidates 1", "all reranked, not rotated"),
     "least_cosine": partial(mean_cosine, min),
