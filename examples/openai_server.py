@@ -75,6 +75,7 @@ IDLE: dict[str, tuple[Any, ...]] = {
     "min_tokens": (0,),
     "stop_token_ids": ([],),
 }
+STREAM_OPTIONS = {"include_usage", "include_obfuscation"}  # the second changes no answer
 MOST_BYTES = 16 * 2**20  # of a request
 MOST_STOPS = 16  # stop strings of a request
 LONGEST_STOP = 200  # characters
@@ -210,7 +211,9 @@ def check_fields(body: Any, chat: bool, name: str) -> None:
         raise NoSuchModel(
             f"the model {brief(given['model'])} does not exist; this server has {name!r}"
         )
-    if given.get("best_of", given.get("n", 1)) != given.get("n", 1):
+    answers = given.get("n", 1)
+    best_of = given.get("best_of", answers)
+    if best_of != answers or type(best_of) is not type(answers):
         raise ValueError("this server takes no best_of other than n")
     known = USED | USED_BY[chat] | HARMLESS | {"best_of"}
     for field in given.keys() - known:
@@ -229,6 +232,16 @@ def check_fields(body: Any, chat: bool, name: str) -> None:
         if not isinstance(given.get(field, kind()), kind):
             what = "true or false" if kind is bool else "an object"
             raise ValueError(f"{field} must be {what}, got {brief(given[field])}")
+    for option, value in given.get("stream_options", {}).items():
+        if option not in STREAM_OPTIONS or not isinstance(value, bool | None):
+            raise ValueError(
+                f"this server takes no {brief(option)}: {brief(value)} in stream_options"
+            )
+    # A template is a program: one of a client could run for hours, and write any control token.
+    if "chat_template" in given.get("chat_template_kwargs", {}):
+        raise ValueError(
+            "this server takes no chat_template; chat_template_kwargs are settings of its own"
+        )
 
 
 def message_of(message: Any) -> dict[str, Any]:
@@ -240,6 +253,8 @@ def message_of(message: Any) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f"each message needs a role, and a content; got {brief(message)}")
     content, calls = message.get("content"), message.get("tool_calls")
+    if not isinstance(calls, list | None):
+        raise ValueError(f"tool_calls must be a list, got {brief(calls)}")
     if content is None and calls:
         content = ""
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
@@ -266,7 +281,12 @@ def call_of(call: Any) -> dict[str, Any]:
         raise ValueError(f"each of tool_calls needs a function, got {brief(call)}")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        arguments = json.loads(arguments)
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            raise ValueError(
+                f"arguments of a tool call must be JSON, got {brief(arguments)}"
+            ) from None
     return {**call, "function": {**function, "arguments": arguments}}
 
 

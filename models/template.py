@@ -24,6 +24,13 @@ OURS = (
     "continue_final_message",
     "tokenize",
     "return_dict",
+    # Transformers' function takes these for token ids that it makes; here they change nothing.
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
 )
 FIRST_MARK = 0xE000  # of the characters of Unicode that mean nothing
 # Names that transformers gives to every template, beside the tokenizer's special tokens.

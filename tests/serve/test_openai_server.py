@@ -240,6 +240,7 @@ def test_what_cannot_be_served_is_said(url, app):
 
 HELLO = [{"role": "user", "content": "Hi"}]
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+SPOILT = {**CALL, "function": {"name": "f", "arguments": "{"}}
 TAKEN = [
     {"prompt": "a", **more}
     for more in (
@@ -250,6 +251,7 @@ TAKEN = [
         {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0},
         {"ignore_eos": False, "min_tokens": 0, "stop_token_ids": [], "logit_bias": {}},
         {"stop": ["x" * 200] * 16},
+        {"stream_options": {"include_usage": None, "include_obfuscation": False}},
     )
 ] + [
     {"messages": HELLO, **more}
@@ -265,6 +267,7 @@ REFUSED = {
     for name, body, words in (
         ("zero logprobs", {"logprobs": 0}, "no 'logprobs': 0"),
         ("another best_of", {"best_of": 3}, "best_of"),
+        ("best_of as a flag", {"best_of": True}, "best_of"),
         ("penalty", {"repetition_penalty": 1.2}, "repetition_penalty"),
         ("repetition as a flag", {"repetition_penalty": True}, "repetition_penalty"),
         ("ignore_eos", {"ignore_eos": True}, "ignore_eos"),
@@ -274,6 +277,8 @@ REFUSED = {
         ("messages of a completion", {"messages": HELLO}, "messages"),
         ("stream as text", {"stream": "false"}, "stream must be true or false"),
         ("stream as a number", {"stream": 1}, "stream must be true or false"),
+        ("usage as text", {"stream_options": {"include_usage": "no"}}, "'include_usage': 'no'"),
+        ("option", {"stream_options": {"chunk": True}}, "no 'chunk': True in stream_options"),
         ("long stop", {"stop": "x" * 201}, "at most 200 characters"),
         ("many stops", {"stop": ["x"] * 17}, "at most 16 texts"),
     )
@@ -285,7 +290,23 @@ REFUSED = {
         ("format", {"response_format": {"type": "json_object"}}, "response_format"),
         ("prompt of a chat", {"prompt": "a"}, "prompt"),
         ("template", {"chat_template_kwargs": 5}, "must be an object"),
+        (
+            "template of a client",
+            {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+            "no chat_template",
+        ),
+        (
+            "length of a template",
+            {"chat_template_kwargs": {"max_length": 1}},
+            "sets max_length",
+        ),
         ("content", {"messages": [{"role": "assistant", "content": None}]}, "content"),
+        ("calls", {"messages": [{**HELLO[0], "tool_calls": 5}]}, "tool_calls must be a list"),
+        (
+            "arguments",
+            {"messages": [{**HELLO[0], "tool_calls": [SPOILT]}]},
+            "must be JSON, got '{'",
+        ),
     )
 }
 
