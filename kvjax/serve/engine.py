@@ -99,7 +99,7 @@ from kvjax.serve.slots import (
     with_small_slots,
 )
 from kvjax.spec import require_int
-from kvjax.validation import check_alive, short_repr
+from kvjax.validation import check_alive, check_flags, short_repr
 
 T = TypeVar("T")
 INTERRUPTED = "a step was interrupted while it changed the arrays of the engine"
@@ -294,6 +294,7 @@ class Engine:
         self._whole = model
         self._model: prefilling.Model = Flat.of(model)
         drafter = None if speculate is None else _drafter(model, cache, speculate)
+        check_flags("Engine", log_probabilities=log_probabilities)
         self._log_probabilities = log_probabilities
         self._slots = Slots(
             cache,
@@ -584,6 +585,7 @@ class Engine:
 
         Raises:
           FileNotFoundError: the directory holds no saved prefixes.
+          RuntimeError: others were saved to it meanwhile.
           ValueError: an engine that keeps none; prefixes of another model or another cache.
           DamagedSaveError: (a ValueError) files that are not those that were written.
         """

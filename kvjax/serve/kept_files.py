@@ -84,7 +84,7 @@ def saved(
     directory: str | Path, model: Any
 ) -> Iterator[tuple[np.ndarray, int, Callable[[Any], Any]]]:
     """Yields the tokens and the capacity of each row that was saved, and a function that reads
-    it like a given cache.
+    it like a given cache, or raises RuntimeError if a later save has removed it.
     """
     path = Path(directory).expanduser().absolute()
     if not (path / LIST).exists():
@@ -149,7 +149,17 @@ def _checksum(weights: Array) -> Array:
 
 def _read(path: Path, tokens: int, like: Any) -> Cache:
     """The row in a folder, which the list says holds so many tokens."""
-    row = restore(path, like)
+    try:
+        row = restore(path, like)
+    except (FileNotFoundError, DamagedSaveError) as error:
+        # A save removes the rows of the one before it, perhaps while they are read here.
+        directory = path.parent.parent
+        newest = read_object(directory / LIST, cure="save the prefixes again").get("folder")
+        if newest == path.parent.name:
+            raise
+        raise RuntimeError(
+            f"prefixes were saved to {directory} again while they were read; restore them again"
+        ) from error
     (length,) = on_host(row.length).tolist()
     if length != tokens:
         raise DamagedSaveError(

@@ -546,6 +546,10 @@ def test_a_request_that_cannot_be_served_is_refused_at_once(model, change, messa
         ({"max_waiting": 0}, "max_waiting must be at least 1, got 0"),
         ({"prefixes": 1}, "prefix_tokens must be at least 1, got 0"),
         ({"prefix_bytes": 9, "prefix_host_bytes": -1}, "prefix_host_bytes must be at least 0"),
+        (
+            {"log_probabilities": "no"},
+            "log_probabilities=...\\) must be True or False, got 'no'",
+        ),
     ],
 )
 def test_settings_of_an_engine_are_checked_when_it_is_made(model, settings, message):

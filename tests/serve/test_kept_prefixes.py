@@ -509,6 +509,17 @@ def test_rows_under_other_tokens_are_refused(tmp_path):
         engine_of("full").restore_prefixes(tmp_path)
 
 
+def test_rows_that_another_save_removes_while_they_are_read_are_told_apart(tmp_path):
+    """From damaged ones: to restore again is all that it takes."""
+    engine = engine_of("full")
+    saving(engine, tmp_path)
+    (_, capacity, read), *_ = kept_files.saved(tmp_path, engine._whole)
+    assert engine.save_prefixes(tmp_path) == 2
+    with pytest.raises(RuntimeError, match="while they were read; restore them again"):
+        read(engine._keeper._shapes(capacity))
+    assert engine_of("full").restore_prefixes(tmp_path) == 2
+
+
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
 def test_files_that_are_damaged_give_no_row(tmp_path, damage):
     """Whichever file it is: rows are as they were, or an error says that files are damaged."""
