@@ -91,11 +91,10 @@ def run(library: str, options: Sequence[str], limit: int) -> tuple[list[dict[str
             str(file),
             *options,
         ]
-        own = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         with errors.open("w") as told:
             try:
                 ended = subprocess.run(
-                    command, stdout=told, stderr=told, env=own, timeout=limit, check=False
+                    command, stdout=told, stderr=told, timeout=limit, check=False
                 )
                 why = "" if ended.returncode == 0 else last_line(errors)
             except subprocess.TimeoutExpired:
@@ -147,6 +146,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=Path, help="the file of --measure")
     if args is None:
         args = sys.argv[1:]
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # leaves others the GPU's memory
     given = parser.parse_args(args) if "--measure" in args else parse(parser, args)
     if given.measure:
         measure(given.measure, given)

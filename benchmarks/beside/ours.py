@@ -150,10 +150,11 @@ def prompt(case: Case) -> dict[str, Any]:
     """The attention of a prompt in one chunk; that its keys are stored is not a part of it."""
     tokens = min(PROMPT_TOKENS, case.length)
     spec = dataclasses.replace(spec_of(case), capacity=tokens)
-    layer = kvjax.init_layer(presets.full().rest, spec)
+    policy = presets.full().rest
 
     def attend(q: Array, k: Array, v: Array) -> Array:
-        return kvjax.prefill(layer, q, k, v)[0]
+        empty = kvjax.init_layer(policy, spec)  # here, or its zeros were constants
+        return kvjax.prefill(empty, q, k, v, first_chunk=True)[0]
 
     return jax_attention.prompt(
         case, LIBRARY, "kvjax full", attend, "kvjax.prefill", "in one chunk"
