@@ -136,6 +136,14 @@ def generate(
             metavar="data=N,model=N,ctx=N",
         ),
     ] = None,
+    selection: Annotated[
+        str | None,
+        optional(
+            "How a method with a budget selects among tokens over `ctx`: as one device would, in two or three "
+            "exchanges a layer, or each device its share of the budget, in one. Default: exact.",
+            metavar="exact|share",
+        ),
+    ] = None,
     distributed: Annotated[
         bool,
         typer.Option(
@@ -182,6 +190,7 @@ def generate(
                 "--draft": draft,
                 "--sparse-prompt": sparse_prompt,
                 "--mesh": mesh,
+                "--selection": selection,
                 "--distributed": distributed,
                 "--json": as_json,
             },
@@ -206,7 +215,7 @@ def generate(
     if distributed:
         join_processes()
     _start_devices()
-    placement = make_placement(mesh)
+    placement = make_placement(mesh, selection)
     kind = dtype_name(dtype)
     directory = model_directory(model_dir)
     text = read_prompt(texts[0] if texts else None, prompt_file, example=example)
@@ -343,3 +352,14 @@ def _print_cost(
         say(str(times))
     if explains:
         say(in_short(answer.implementations))
+        _explain_split(answer)
+
+
+def _explain_split(answer: Answer) -> None:
+    """Prints how the tokens of the cache are split over devices, if they are."""
+    from kvjax.cache.cache import attending
+    from kvjax.sharding.exchanges import explain_split
+
+    layer = attending(answer.run.cache)[-1]
+    if layer.placement is not None:
+        say(explain_split(layer.policy, layer.spec, layer.placement))

@@ -252,12 +252,18 @@ def make_policy(cache: str, budget: str | int | None = None) -> tuple[PerLayer, 
 
 
 MESH_AXES = ("data", "model", "ctx")
+SELECTIONS = ("exact", "share")  # of `Placement`
 
 
-def make_placement(mesh: str | None) -> Placement | None:
+def make_placement(mesh: str | None, selection: str | None = None) -> Placement | None:
     """The placement that `mesh` describes, such as "model=4,ctx=2", for one row: `model` splits
-    its KV heads and `ctx` its tokens; `data` replicates both."""
+    its KV heads and `ctx` its tokens, among which steps select by `selection`; `data` replicates
+    both."""
+    if selection not in (None, *SELECTIONS):
+        raise ValueError(f"--selection must be {' or '.join(SELECTIONS)}, got {selection!r}")
     if mesh is None:
+        if selection is not None:
+            raise ValueError(f"--selection {selection} needs tokens over devices: --mesh ctx=N")
         return None
     sizes: dict[str, int] = {}
     for part in mesh.split(","):
@@ -281,7 +287,13 @@ def make_placement(mesh: str | None) -> Placement | None:
     devices = np.array(jax.devices()[:wanted]).reshape(
         [sizes.get(name, 1) for name in MESH_AXES]
     )
-    return Placement(mesh=jax.sharding.Mesh(devices, MESH_AXES), heads="model", context="ctx")
+    by_share = selection == "share"
+    return Placement(
+        jax.sharding.Mesh(devices, MESH_AXES),
+        heads="model",
+        context="ctx",
+        selection="share" if by_share else "exact",
+    )
 
 
 def capacity_over(capacity: int, placement: Placement | None) -> int:

@@ -105,7 +105,15 @@ def join_steps(x: Array, steps: int) -> Array:
 @partial(
     register_dataclass,
     data_fields=("span", "pending", "k", "dense", "last"),
-    meta_fields=("k_max", "pending_slots", "local", "steps", "window", "num_sorted_last"),
+    meta_fields=(
+        "k_max",
+        "pending_slots",
+        "local",
+        "steps",
+        "window",
+        "num_sorted_last",
+        "stored_slots",
+    ),
 )
 @dataclass(frozen=True, kw_only=True)
 class Candidates:
@@ -138,6 +146,7 @@ class Candidates:
     last: Array | None = None  # bool[B, K, U] stored units that rank after all others
     # this many units of the lowest ranks come last in the selection, in order of rank
     num_sorted_last: int = 0
+    stored_slots: int | None = None  # slots of the index; None where nobody asks for them
 
     def fit(self, *, num_sorted_last: int, window: bool) -> bool:
         """True if a kernel can select among them that puts `num_sorted_last` units last, under

@@ -17,7 +17,6 @@ from kvjax.policies.policy import (
     Info,
     Policy,
     Step,
-    attend_in_turn,
     chunk_starts,
     heads_as_steps,
     in_range,
@@ -89,11 +88,12 @@ class Full(Policy):
             return self._attend_steps(st, q, step.lengths, step)
         # Values past count are finite: zeros, or tokens of a row that was replaced.
         span = self._span(st, step.window)
-        return (
-            ops.attend_span(q, span, step.sinks, logits=step.logits),
-            st,
-            self._info(st, span),
-        )
+        return self._attend_span(st, q, span, step), st, self._info(st, span)
+
+    def _attend_span(self, st: FullState, q: Array, span: Span, step: Step) -> Array:
+        """Attention [B, K, T*G, D] of q [B, K, T*G, D] of T steps over a span of the row."""
+        out: Array = ops.attend_span(q, span, step.sinks, logits=step.logits)
+        return out
 
     def _attend_steps(
         self, st: FullState, q: Array, lengths: Array, step: Step
@@ -109,9 +109,7 @@ class Full(Policy):
         start = lowest_visible(
             (stop if step.window else stop[:, :1]) - 1, step.window
         )  # without a window, for all
-        out = ops.attend_span(
-            steps_as_heads(q), Span(k, v, start, stop), step.sinks, logits=step.logits
-        )
+        out = self._attend_span(st, steps_as_heads(q), Span(k, v, start, stop), step)
 
         def info(length: Array) -> Info:
             state = self._shortened(st, length)
@@ -232,19 +230,13 @@ class StripedFull(Full):
             st.overflow | (active & ~fits),
         )
 
-    def attend(self, st: FullState, q: Array, step: Step) -> tuple[Array, FullState, Info]:
-        if (
-            step.lengths is not None
-        ):  # one step after the other: the device's part of the tokens differs by step
-            return attend_in_turn(self, self._shortened, st, q, step)
-        window = step.window
-        own = self._own(st)
-        start = self.stripes.owned(lowest_visible(st.length - 1, window))
-        part = ops.attend_span(
-            q, Span(own.k, own.v, start, own.count), logits=step.logits, part=True
-        )
-        part = merge_sinks(merge_parts(part, self.stripes.axis), step.sinks)
-        return part.out.astype(q.dtype), st, self._info(st, self._span(st, window))
+    def _attend_span(self, st: FullState, q: Array, span: Span, step: Step) -> Array:
+        """One pass over this device's tokens of the span, and one exchange, for all steps."""
+        owned = self.stripes.owned
+        own = span._replace(start=owned(span.start), stop=owned(span.stop))
+        part = ops.attend_span(q, own, logits=step.logits, part=True)
+        whole = merge_sinks(merge_parts(part, self.stripes.axis), step.sinks)
+        return whole.out.astype(q.dtype)
 
     def attend_stored(self, st: FullState, q: Array, step: Step) -> PartialAttention:
         start = chunk_starts(st.length, q.shape[3], step.window)

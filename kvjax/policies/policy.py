@@ -16,7 +16,7 @@ from jax.tree_util import register_dataclass
 from kvjax.memory import growth
 from kvjax.numerics.partial import Logits, PartialAttention, softmax_weights
 from kvjax.numerics.selection import PackedSelection, Selection
-from kvjax.sharding.context import Axis
+from kvjax.sharding.context import Axis, refuse_share
 from kvjax.spec import CacheSpec
 from kvjax.validation import short_repr
 
@@ -288,6 +288,16 @@ class Policy:
           ValueError: chunks or a store that cannot be split.
         """
         return self
+
+    def over_context_by_share(self, axis: Axis, parts: int) -> Policy:
+        """As `over_context`, but each device selects its share of the budget from its own tokens.
+
+        Raises:
+          ValueError: as `over_context`; or a policy that selects, but not by share.
+        """
+        if self.selects:
+            raise ValueError(refuse_share(self))
+        return self.over_context(axis, parts)
 
     def stripes_per_device(self, spec: CacheSpec, parts: int) -> int:
         """Stripes of the history that each device has room for."""

@@ -26,6 +26,7 @@ from kvjax.policies.zones import SelectedZones, Visible, ZonedState
 from kvjax.selectors import Candidates, Selector
 from kvjax.sharding.context import Axis
 from kvjax.sharding.context.selectors import split_selector
+from kvjax.sharding.context.shares import share_selector
 from kvjax.spec import CacheSpec, keep_ints, require_int
 from kvjax.stores import Dense, Store
 from kvjax.stores.demotion import Buffer, Demotion, Fifo
@@ -204,6 +205,7 @@ class Retrieval(SelectedZones):
             window=seen.window,
             dense=dense,
             num_sorted_last=num_sorted_last,
+            stored_slots=st.store.slots,
         )
 
     def _attend_steps(
@@ -281,6 +283,10 @@ class Retrieval(SelectedZones):
                 "preset)"
             )
         return replace(policy, selector=split_selector(self.selector, stripes))
+
+    def over_context_by_share(self, axis: Axis, parts: int) -> Retrieval:
+        selector = share_selector(self.selector, self.stripes(axis, parts))
+        return replace(self.over_context(axis, parts), selector=selector)
 
     def follower(self, heads: tuple[int, ...] | None = None) -> Follower:
         return Follower(

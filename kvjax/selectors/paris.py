@@ -219,10 +219,12 @@ class Paris(Selector):
         )
 
     def score(self, ix: ParisIndex, q: Array, *, logits: Logits) -> Array:
+        return self._score_first(ix, q, self._length(ix.counts), logits=logits)
+
+    def _score_first(self, ix: ParisIndex, q: Array, length: Array, *, logits: Logits) -> Array:
+        """`score`, with candidates among the first `length` i32[B] slots."""
         votes = self._votes(ix, q)
-        listed = ops.most_voted(
-            votes, self._length(ix.counts), ix.candidates, self.room(votes.shape[3])
-        )
+        listed = ops.most_voted(votes, length, ix.candidates, self.room(votes.shape[3]))
         return self._with_estimates(ix, q, votes, listed, logits=logits)
 
     def _with_estimates(
@@ -309,7 +311,7 @@ class Paris(Selector):
         means = q.shape[2] > candidates.steps and self.group_reduce != "per_head"
         if means or self.seed is None:
             return ops.select_top(
-                self.score(ix, q, logits=logits),
+                self._score_first(ix, q, candidates.span[1], logits=logits),
                 q,
                 candidates,
                 self.group_reduce,

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -34,10 +34,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from kvjax.memory import growth, shapes, to_device, to_host
 from kvjax.sharding.context import Axis
 from kvjax.spec import CacheSpec
-from kvjax.validation import parts_of, short_repr
+from kvjax.validation import check_one_of, parts_of, short_repr
 
 Axes: TypeAlias = str | tuple[str, ...] | None
 AXES = ("batch", "heads", "context")  # fields of a Placement
+Selecting: TypeAlias = Literal["exact", "share"]
 
 _WHOLE = PartitionSpec()
 _of_model = jax.make_user_context(None)  # the AbstractMesh of `call_model`
@@ -55,14 +56,21 @@ class Placement:
     splits are on all devices. `context` splits the history of each row, see
     `kvjax.sharding.context`, and leaves the few newest tokens on all devices.
 
+    `selection` says how a policy selects among tokens that `context` splits: "exact" makes the
+    selection of one device, in two or three exchanges before a step attends; by "share" each
+    device selects its part of the budget from its own tokens, and one exchange merges what they
+    attend to, see `kvjax.sharding.context.shares`. Both keep the same arrays.
+
     Raises:
-      ValueError: an axis that the mesh does not have, or one that is named twice.
+      ValueError: an axis that the mesh does not have, or one that is named twice; a selection by
+        share without `context`.
     """
 
     mesh: Mesh = field(kw_only=False)
     batch: Axes = None  # axes that split the rows
     heads: Axes = None  # axes that split the KV heads, and the query heads with them
     context: Axes = None  # axes that split the tokens of a row
+    selection: Selecting = "exact"  # how a step selects among split tokens
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh):
@@ -85,12 +93,19 @@ class Placement:
                         f"Placement({what}={axis!r}): the axis splits {used[axis]} already; give each its own axis"
                     )
                 used[axis] = what
+        check_one_of("Placement", get_args(Selecting), selection=self.selection)
+        if self.selection == "share" and self.context is None:
+            raise ValueError(
+                "Placement(selection='share') says how devices select among tokens that context splits; name its "
+                "axis (context=...), or leave selection out"
+            )
 
     def __repr__(self) -> str:
         parts = [
             f"{what}={axes!r}" for what in AXES if (axes := getattr(self, what)) is not None
         ]
-        return f"Placement({', '.join([self._axes(), *parts])})"
+        by = [] if self.selection == "exact" else [f"selection={self.selection!r}"]
+        return f"Placement({', '.join([self._axes(), *parts, *by])})"
 
     def _axes(self) -> str:
         return " x ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
@@ -205,6 +220,8 @@ class Placement:
         parts = self.parts("context")
         if self.context is None or parts == 1:
             return policy
+        if self.selection == "share":
+            return policy.over_context_by_share(self.context, parts)
         return policy.over_context(self.context, parts)
 
     def enter(self, policy: Any, spec: CacheSpec, state: Any) -> Any:

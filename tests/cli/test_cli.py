@@ -890,6 +890,14 @@ REFUSED = [
     ("generate --prompt a --mesh data", "--mesh takes data=N"),
     ("generate --prompt a --mesh model=x", "--mesh takes data=N"),
     ("generate --prompt a --mesh data=1,data=1", "--mesh takes data=N"),
+    (
+        "generate --prompt a --selection share",
+        "--selection share needs tokens over devices: --mesh ctx=N",
+    ),
+    (
+        "generate --prompt a --mesh ctx=1 --selection local",
+        "--selection must be exact or share, got 'local'",
+    ),
     ("generate --prompt a --mesh model=99", "--mesh model=99 asks for 99 devices; there are 1"),
     (
         "generate --prompt a --speculate x",

@@ -392,6 +392,9 @@ def test_mesh_of_the_command_is_checked(mesh: str) -> None:
         heads="model",
         context="ctx",
     )
+    by_share = make_placement("ctx=2", "share")
+    assert by_share is not None
+    assert by_share.selection == "share"
     assert [
         capacity_over(128, at)
         for at in (None, make_placement("ctx=3"), make_placement("ctx=4"))

@@ -61,13 +61,21 @@ class Stripes:
                 f"{chunk}: {error}, or larger chunks (`chunk` of a preset)"
             ) from error
 
-    def owned(self, places: Array) -> Array:
-        """How many of the first `places` tokens this device has, which is also the slot of its
-        next one.
+    def owned(self, places: Array, device: Array | None = None) -> Array:
+        """How many of the first `places` tokens this device has, or another one, which is also
+        the slot of its next one.
         """
+        device = self.device if device is None else device
         turn = self.tokens * self.parts
-        rest = places % turn - self.device * self.tokens
+        rest = places % turn - device * self.tokens
         return places // turn * self.tokens + jnp.clip(rest, 0, self.tokens)
+
+    def share(self, count: Array, device: Array | None = None) -> Array:
+        """How many of `count` things are for this device, or another one, if all get equally
+        many, and the first devices one more where that does not come out even.
+        """
+        device = self.device if device is None else device
+        return (count + self.parts - 1 - device) // self.parts
 
     def max_tokens(self, run: int) -> int:
         """Returns the most tokens that a device can have of `run` adjacent ones."""
@@ -109,6 +117,13 @@ class Stripes:
             units.reshape(*lead, U * unit // self.tokens, 1, self.tokens // unit), self.axis
         )
         return jnp.moveaxis(every[..., 0, :], 0, -2).reshape(*lead, U * self.parts)
+
+
+def refuse_share(what: Any) -> str:
+    return (
+        f"{what} makes one selection for all devices, of which none can make its share alone; use "
+        'Placement(selection="exact")'
+    )
 
 
 def share_of_highest(marks: Array, count: Array, levels: int, stripes: Stripes) -> Array:

@@ -89,6 +89,12 @@ class StripedSelector(Wrapper):
 
     score_visible = Selector.score_visible
 
+    def select_own(
+        self, ix: Any, q: Array, own: Candidates, *, logits: Logits
+    ) -> Selection | PackedSelection:
+        """Selects among the units of this device alone: `own` has its slots."""
+        return self.selector.select(ix, q, own, logits=logits)
+
     def select(self, ix: Any, q: Array, candidates: Candidates, *, logits: Logits) -> Any:
         """A `DealtSelection` of the units that rank highest on all devices, by rank; ties go to
         the lower place.
@@ -230,6 +236,16 @@ class StripedParis(StripedSelector):
         if candidates.window is not None:
             return Selector.select(self, ix, q, candidates, logits=logits)
         return super().select(ix, q, candidates, logits=logits)
+
+    def select_own(
+        self, ix: ParisIndex, q: Array, own: Candidates, *, logits: Logits
+    ) -> Selection | PackedSelection:
+        """Votes follow from the counts of the whole history, and this device reranks its share
+        of the candidates. Under a sliding window both are those of its own visible tokens.
+        """
+        if own.window is None:
+            ix = ix._replace(candidates=self.stripes.share(ix.candidates))
+        return self.selector.select(ix, q, own, logits=logits)
 
     def _score_seen(
         self, ix: ParisIndex, q: Array, start: Array | int, stop: Array, *, logits: Logits

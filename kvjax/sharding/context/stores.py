@@ -67,6 +67,10 @@ class StripedStore(Wrapper):
     def recalls(self) -> bool:  # type: ignore[override]
         return self.store.recalls
 
+    @property
+    def takes_steps(self) -> bool:  # type: ignore[override]
+        return self.store.takes_steps
+
     def check(self, spec: CacheSpec, chunk: int) -> None:
         self.stripes.check(self.store, spec)
 
