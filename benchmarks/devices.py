@@ -7,10 +7,11 @@ weights, by placement.
 Needs two GPUs or more; with n of them the placements are none, a mesh of one device (what a
 placement costs by itself), data=n (rows split, the model on each), model=n (heads, MLP and
 vocabulary split) and ctx=n (the tokens of each row split, MLP and vocabulary too). Others are
-named by their axes; `none` is left out by --no-none.
+named by their axes, and by "share" where each device selects its share of the budget:
+ctx=2+share. `none` is left out by --no-none.
 
 First a small model in float32 decodes by each method and placement, in plain JAX, and its
-tokens must equal those of one GPU. Kernels are not compared in this way: that of `fier` rounds
+tokens must equal those of one GPU, but for those by share. Kernels are not compared in this way: that of `fier` rounds
 queries to 16 bits, which by itself changes tokens of a model with random weights. The times are
 of bfloat16 over a synthetic cache, medians over blocks of steps. Each decode loop is one
 program, so they include one call from the host per block. `--prompt` also measures the time
@@ -75,12 +76,13 @@ METHODS: dict[str, Callable[[int], PerLayer]] = {
 # A page of quest becomes a page for each device where tokens are split, which is another cache:
 # one chunk for all.
 CHECKED = METHODS | {"quest": partial(presets.quest, dense_capacity=0, chunk=128)}
-KEY = ("part", "method", "placement", "layers", "length", "batch", "budget")
+KEY = ("part", "method", "placement", "layers", "length", "batch", "budget", "device")
 COLLECTIVE = re.compile(
     r" = .*? (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
 )
 
 
+SHARE = "share"  # in the name of a placement
 LINK_BYTES = (
     1 << 10,
     1 << 14,
@@ -92,21 +94,30 @@ LINK_BYTES = (
 
 def placement_of(name: str, devices: Sequence[Any]) -> Placement | None:
     """The placement named "mesh of 1", "none" (None: one device without a mesh) or by axes,
-    such as "model=2+ctx=2".
+    such as "model=2+ctx=2", and "share" after them.
     """
     if name == "none":
         return None
     sizes = {"data": 1, "model": 1, "ctx": 1}
-    if name != "mesh of 1":
-        sizes |= {
-            axis: int(n) for axis, _, n in (part.partition("=") for part in name.split("+"))
-        }
+    axes = [part for part in name.split("+") if part not in ("mesh of 1", SHARE)]
+    sizes |= {axis: int(n) for axis, _, n in (part.partition("=") for part in axes)}
     (data, model, ctx) = sizes.values()
     mesh = Mesh(
         np.array(devices[: data * model * ctx]).reshape(data, model, ctx),
         ("data", "model", "ctx"),
     )
-    return Placement(mesh=mesh, batch="data", heads="model", context="ctx")
+    return Placement(
+        mesh=mesh,
+        batch="data",
+        heads="model",
+        context="ctx",
+        selection="share" if selects_by_share(name) else "exact",
+    )
+
+
+def selects_by_share(name: str) -> bool:
+    """True for a placement whose devices select other tokens than one device would."""
+    return SHARE in name.split("+")
 
 
 def link_times(devices: Sequence[Any], turns: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -208,14 +219,15 @@ def begun(
     length: int,
     batch: int,
     new: int,
+    filled: bool = True,
 ) -> tuple[Stream, dict[str, Any]]:
     """A generation of `new` tokens after a synthetic cache, and the bytes of a row of the
-    table.
+    table. One that is not `filled` has the same programs.
     """
     spec = model.spec(batch=batch, capacity=-(-(length + new) // 1024) * 1024)
-    cache = throughput.fill(
-        kvjax.init(policies, spec, layers=model.config.layers, placement=place), length
-    )
+    cache = kvjax.init(policies, spec, layers=model.config.layers, placement=place)
+    if filled:
+        cache = throughput.fill(cache, length)
     size, weights = nbytes(cache), nbytes(model)
     used = (
         max(device.memory_stats()["bytes_in_use"] for device in jax.devices())
@@ -440,6 +452,7 @@ def main(args: Sequence[str] | None = None) -> None:
                 answers = (
                     (name, answer(model, method, place, length=length))
                     for name, place in places.items()
+                    if not selects_by_share(name)
                 )
                 for name, found in compare(answers):
                     keep("tokens", method, name, found)
@@ -469,7 +482,9 @@ def main(args: Sequence[str] | None = None) -> None:
 
     kept: dict[str, Decoder] = {}  # the model in one placement
 
-    def begin(method: str, name: str, length: int, batch: int) -> tuple[Stream, dict[str, Any]]:
+    def begin(
+        method: str, name: str, length: int, batch: int, *, filled: bool = True
+    ) -> tuple[Stream, dict[str, Any]]:
         if name not in kept:
             kept.clear()
             gc.collect()
@@ -482,12 +497,14 @@ def main(args: Sequence[str] | None = None) -> None:
             length=length,
             batch=batch,
             new=new,
+            filled=filled,
         )
 
     def compile_later(
         cell: tuple[str, str, int, int], pool: ThreadPoolExecutor
     ) -> dict[str, Any]:
-        pool.submit(begin(*cell)[0].programs()[0].lower().compile)
+        run, _ = begin(*cell, filled=False)
+        pool.submit(run.programs()[0].lower().compile)
         return {}
 
     def decode(method: str, name: str, length: int, batch: int) -> dict[str, Any]:

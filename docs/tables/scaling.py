@@ -34,6 +34,67 @@ def cells() -> str:
     return markdown(("shape, layers", "cache", "tokens x rows", *names), body)
 
 
+WAYS = {"none": "one GPU", "model=2": "heads", "ctx=2": "tokens, exact",
+        "ctx=2+share": "tokens, by share"}  # fmt: skip
+
+
+def shares() -> str:
+    """Milliseconds of a step on two H200s by how tokens over them are selected."""
+    times: dict[Any, dict[str, float]] = {}
+    for row in load_rows("devices"):
+        if (
+            "H200" not in row["device"]
+            or row["placement"] not in WAYS
+            or "tpot_ms_min" not in row
+        ):
+            continue
+        size = row["length"], row["batch"], row["method"]
+        times.setdefault(size, {})[row["placement"]] = row["tpot_ms_min"]
+    body = []
+    for (tokens, rows, method), found in sorted(times.items()):
+        share = found.get("ctx=2+share")
+        ratio = "" if share is None or "none" not in found else short(share / found["none"])
+        cells = (f"{found[name]:.2f}" if name in found else "" for name in WAYS)
+        body.append([f"`{method}`", f"{tokens} x {rows}", *cells, ratio])
+    return markdown(("cache", "tokens x rows", *WAYS.values(), "by share, of one GPU"), body)
+
+
+def share_quality() -> str:
+    """What a selection by share keeps of an exact one: mass, accepted drafts and needles."""
+    found: dict[Any, dict[Any, Any]] = {}
+    for row in load_rows("shares"):
+        key = tuple(row[n] for n in ("model", "method", "budget", "length", "devices"))
+        measured = found.setdefault(key, {})
+        number = {"mass": "mass", "drafts": "accepted", "needles": "score"}[row["part"]]
+        measured[row["part"], row["selection"]] = row[number]
+    header = [
+        "model",
+        "cache",
+        "budget",
+        "tokens",
+        "devices",
+        "mass, exact",
+        "by share",
+        "kept",
+    ]
+    header += ["drafts, exact", "by share", "needles, exact", "by share"]
+    body = []
+    for (model, method, budget, length, devices), seen in found.items():
+        both = [seen.get(("mass", way)) for way in ("exact", "share")]
+        kept = "" if None in both else short(both[1] / both[0], 3)
+        cells = [f"`{model}`", f"`{method}`", budget, length, devices, *map(_known, both), kept]
+        for part in ("drafts", "needles"):
+            cells += [_known(seen.get((part, way))) for way in ("exact", "share")]
+        body.append([str(cell) for cell in cells])
+    return markdown(header, body)
+
+
+def _known(number: float | None) -> str:
+    if number is None:
+        return ""
+    return short(number) if number <= 1 else f"{number:.2f}"
+
+
 def links() -> str:
     """Microseconds of a collective by the bytes of a device."""
     found = {(row["method"], row["devices"], row["bytes"]): row["us"] for row in load_rows("devices")

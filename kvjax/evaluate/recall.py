@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from kvjax import ops
+from kvjax import call, ops
 from kvjax.attention import attention_info
 from kvjax.cache.cache import LayerCache, init_layer
 from kvjax.evaluate.capture import Live, adjacent
@@ -33,7 +33,9 @@ from kvjax.policies import Info, PerLayer, Policy, Retrieval, Speculative, Zoned
 from kvjax.policies.policy import lowest_visible
 from kvjax.policies.zones import Zoned
 from kvjax.selectors import Selector
+from kvjax.sharding.placement import Placement
 from kvjax.spec import CacheSpec
+from kvjax.steps import Tokens
 from kvjax.stores.demotion import Fifo
 
 
@@ -76,6 +78,7 @@ def reads(
     *,
     top: int | None = None,
     prompt: int | None = None,
+    placement: Placement | None = None,
     progress: Progress | None = None,
 ) -> Reads:
     """Drives `policy` through the live steps of all layers.
@@ -84,7 +87,8 @@ def reads(
     `prompt`, as a prompt of that many tokens and a second one with the rest, for selectors that
     learn from a prompt. `top` is the number of exact top tokens that recall counts; by default
     the budget without sink and local window, whether or not the selector's pages divide that
-    number. `progress` is called with the runs of steps done, their number, and the layer.
+    number. `placement` splits the cache over devices, by whose way of selecting steps then read.
+    `progress` is called with the runs of steps done, their number, and the layer.
 
     Cost: each step runs the policy and full attention once; memory holds the cache of one
     layer.
@@ -101,13 +105,14 @@ def reads(
             raise ValueError(
                 f"{one} selects by the queries of a prompt, which live steps do not have"
             )
-        steps, stored, base = [], 0, init_layer(one, layer.spec)
+        empty = init_layer(one, layer.spec, placement)
+        steps, stored, base = [], 0, empty
         for run in runs:
             start = int(live.positions[run.start])
             first = start if prompt is None else min(prompt, start)
             if first != stored:
                 base, stored = (
-                    store_prompt(init_layer(one, layer.spec), layer.k, layer.v, 0, first),
+                    store_prompt(empty, layer.k, layer.v, 0, first),
                     first,
                 )
             cache = (
@@ -166,7 +171,17 @@ def store_prompt(
     at = start + jnp.arange(k.shape[2], dtype=jnp.int32)
     kt, vt = (jnp.take(a, at, axis=2, mode="clip") for a in (k, v))
     count = jnp.full(k.shape[0], stop - start, jnp.int32)
+    if cache.placement is not None:
+        new = Tokens(jnp.swapaxes(kt, 1, 2), jnp.swapaxes(vt, 1, 2), count, flush=False)
+        return call.run(_store, cache, new)[1]
     return replace(cache, state=cache.policy.prefill(cache.state, kt, vt, count))
+
+
+def _store(layer: LayerCache, new: Tokens) -> tuple[None, LayerCache, tuple[()]]:
+    """Stores a prompt in one device's part of a layer."""
+    k, v = (jnp.swapaxes(a, 1, 2) for a in (new.k, new.v))
+    state = layer.policy.prefill(layer.state, k, v, new.count)
+    return None, replace(layer, state=state), ()
 
 
 @partial(jax.jit, static_argnames=("scale", "window", "top"))

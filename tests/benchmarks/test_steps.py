@@ -81,6 +81,18 @@ def test_an_unknown_name_is_refused_in_one_sentence(scripts, capsys, script, ask
         assert len(re.findall(r"[a-z0-9_]{3,}", known)) > 4, "it says what there is"
 
 
+def test_a_placement_may_select_by_share(scripts):
+    devices = scripts("devices")
+    for name, selection in (
+        ("ctx=1+share", "share"),
+        ("ctx=1", "exact"),
+        ("mesh of 1", "exact"),
+    ):
+        place = devices.placement_of(name, jax.devices())
+        assert place.selection == selection
+        assert place.mesh.shape == {"data": 1, "model": 1, "ctx": 1}
+
+
 def tokens(key, B, heads):
     return jax.random.normal(jax.random.key(key), (B, 1, heads, 16))
 
