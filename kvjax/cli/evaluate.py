@@ -125,8 +125,8 @@ def evaluate(
         bool,
         typer.Option(
             "--board",
-            help="Also count these, and write board.md, board.json and curves: scores at equal "
-            "bytes read and at equal memory. Default tasks: needles and ruler-synthetic; default caches: all that "
+            help="Count drafts as --drafts does, and write board.md, board.json and curves: scores at equal bytes read "
+            "and at equal memory. Default tasks: needles and ruler-synthetic; default caches: all that "
             "apply to the model.",
         ),
     ] = False,
