@@ -150,6 +150,12 @@ def _prune(path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------ programs
 
 
+# Only one thread traces at a time. Tracing is work of Python, which threads cannot share, and each
+# more thread that wants to run Python makes those that read weights wait 5 ms longer, whenever
+# they come back from a copy.
+_tracing = threading.Lock()
+
+
 class Program(NamedTuple):
     """A jitted function with arguments, or with their shapes, which is to be compiled."""
 
@@ -161,8 +167,13 @@ class Program(NamedTuple):
         return self.function.lower(*self.args, **self.static)
 
     def compile(self) -> None:
-        """Compiles it. A later call of the function with such arguments finds it compiled."""
-        self.lower().compile()
+        """Compiles it. A later call of the function with such arguments finds it compiled.
+
+        Threads that do so compile side by side, and trace one after the other.
+        """
+        with _tracing:
+            lowered = self.lower()
+        lowered.compile()
 
 
 # Variables of the environment that may change a program.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvjax.cli.job import Job
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from kvjax.models import Decoder
 
 THREADS = 32
+TURN = 0.0005  # seconds for which a thread runs Python while another waits
 SILENCE = 2.0  # seconds of compiling after which a line says what takes the time
 # Seconds that a program of one layer or none takes to compile, on a CPU and on a GPU, and those
 # that each layer of the loop of an answer adds if the answer is not short.
@@ -158,6 +161,21 @@ class Ahead:
             f"compiling {programs} programs, for a prompt of {len(self._job.tokens)} tokens and "
             f"for decode steps of {layers} layers, takes about {about:.0f} s{_kept()}"
         )
+
+
+@contextmanager
+def short_turns() -> Iterator[None]:
+    """Has threads that run Python change more often than each 5 ms.
+
+    One that reads weights runs a little Python after each copy. While another traces a program
+    it would wait for most of a turn each time.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(TURN)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def _kept() -> str:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvjax.cli.ahead import Ahead
+from kvjax.cli.ahead import Ahead, short_turns
 from kvjax.cli.job import Job
 from kvjax.cli.options import implementations
 from kvjax.cli.programs import load_checkpoint
@@ -164,7 +164,7 @@ def _load(job: Job, ahead: Ahead, progress: Progress, times: Timeline) -> _Model
 
     from kvjax.memory import nbytes
 
-    with bar(progress, "loading weights"), times.row("weights") as words:
+    with bar(progress, "loading weights"), short_turns(), times.row("weights") as words:
         begin = time.perf_counter()
         loaded = load_checkpoint(
             job.checkpoint.directory,
