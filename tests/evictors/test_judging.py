@@ -243,6 +243,33 @@ def test_worth_is_that_of_the_paper(rule: str, kind: str) -> None:
         )
 
 
+@pytest.mark.parametrize("count", [9, 10, 13, 14, 15])
+def test_lag_scores_tokens_alike_beside_empty_slots(count: int) -> None:
+    """The last whole partition has none after it, however many slots are empty."""
+    lag = Lag(sink=2, partition=4)
+    rng = np.random.default_rng(count)
+    k, v = (rng.standard_normal((1, 1, 30, 8)).astype(np.float32) for _ in range(2))
+
+    def scores(slots: int) -> np.ndarray:
+        position = np.where(np.arange(slots) < count, np.arange(slots), -1)[None, None]
+        held = Tokens(
+            None,
+            jnp.asarray(position, jnp.int32),
+            jnp.array([count]),
+            slots,
+            jnp.asarray(k[:, :, :slots]),
+            jnp.asarray(v[:, :, :slots]),
+            None,
+        )
+        return np.asarray(lag.score_all(held))[0, 0, :count]
+
+    compared = 2 + (count - 2) // 4 * 4 - 4
+    np.testing.assert_array_equal(
+        np.isinf(scores(30)), [at < 2 or at >= compared for at in range(count)]
+    )
+    np.testing.assert_allclose(scores(30), scores(count), atol=1e-6)
+
+
 def test_criticalkv_differs_from_vatp_where_a_token_has_much_attention_and_a_small_value() -> (
     None
 ):
