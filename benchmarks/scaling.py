@@ -80,6 +80,12 @@ def axes(row: dict[str, Any]) -> dict[str, int]:
     }
 
 
+def selects_over_devices(row: dict[str, Any]) -> bool:
+    """True if devices make one selection together: of split tokens, but not each its share."""
+    split = axes(row).get("ctx", 1) > 1 and "share" not in row["placement"].split("+")
+    return split and row["method"] != "full"
+
+
 def read_bytes(row: dict[str, Any]) -> float:
     """Bytes of weights that a device reads in a step."""
     sizes = axes(row)
@@ -186,7 +192,8 @@ class Measured:
             if heads
             else (0.0,)
         )
-        tokens = [r for r in self._known() if (r["method"], axes(r)) == ("fier", {"ctx": 2})]
+        over_two = (r for r in self._known() if (r["method"], axes(r)) == ("fier", {"ctx": 2}))
+        tokens = list(filter(selects_over_devices, over_two))
         layers = [r["layers"] - DENSE["fier"] for r in tokens]
         each = [
             [n, n * r["length"] * r["batch"] / 2] for n, r in zip(layers, tokens, strict=True)
@@ -215,7 +222,7 @@ class Measured:
             + read_bytes(row) / self.rate
             + self.traffic.of(parts, row["collectives"])
         )
-        if row["method"] != "full" and sizes.get("ctx", 1) > 1:
+        if selects_over_devices(row):
             time += self.traffic.selecting(row["layers"] - (fit.dense or 0), tokens)
         return time
 

@@ -9,7 +9,8 @@ selector are replaced by `StripedStore` and `StripedSelector` (`stores.split_sto
 `selectors.split_selector`), which take slots of the whole history and keep the stripes of their
 device. Each device attends to its own tokens, and the
 parts merge by their log-sum-exp; it offers its best units as pairs of score and place, and
-counts how many of its own are among the best of all, as one device would select.
+counts how many of its own are among the best of all, as one device would select. Or it selects
+its share of the budget from its own units alone (`shares`).
 
 Every device holds the whole sink and recent block, and the first attends to them. The functions
 here run inside of `kvjax.sharding.placement.run_on_parts`.
