@@ -63,7 +63,7 @@ TABLES: dict[str, Callable[[], str]] = {
         guides.hit_rates, guides.host_steps,
         guides.host_codes,
         guides.shared_quality, guides.shared_steps,
-        scaling.cells, scaling.command_devices, scaling.share_quality,
+        scaling.cells, scaling.command_devices, scaling.shares, scaling.share_quality,
         scaling.links, scaling.prompts, scaling.scaling, gpus.gpus, gpus.cards,
         hybrid.hybrid_steps, hybrid.hybrid_parts, hybrid.heads_of_256,
         tpus.tpus,

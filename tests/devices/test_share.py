@@ -259,7 +259,22 @@ def test_rows_and_heads_beside_tokens_read_the_same() -> None:
     np.testing.assert_array_equal(positions, read)
 
 
-@pytest.mark.parametrize("policy", [FIER, PAGES, PARIS], ids=["fier", "pages", "paris"])
+SEVERAL = {
+    "fier": FIER,
+    "pages": PAGES,
+    "paris": PARIS,
+    "fier in host memory": dataclasses.replace(FIER, store=kvjax.HostOffload()),
+    "fier over codes": dataclasses.replace(FIER, store=kvjax.TurboQuant()),
+}
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(p, id=n, marks=[pytest.mark.thorough] * (" " in n))
+        for n, p in SEVERAL.items()
+    ],
+)
 def test_several_tokens_at_a_time_read_what_single_steps_read(policy: Retrieval) -> None:
     """And after a `rollback` of some of them."""
     q, k, v = tokens(12, 1)
