@@ -179,6 +179,28 @@ def test_kernels_run_on_the_tokens_of_a_device(name: str) -> None:
     assert temporary < 20e6
 
 
+# Of a step of one layer by share over two devices; 33, 35 and 51 exact.
+LAUNCHES_BY_SHARE = {"fier": 16, "quest": 16, "pariskv": 23}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", LAUNCHES_BY_SHARE)
+def test_a_share_is_selected_by_the_kernels_of_one_device(name: str) -> None:
+    """With half the launches of an exact selection, and one exchange: the parts of attention."""
+    devices = mesh(2, 4).devices.reshape(-1)[:2].reshape(1, 1, 2)
+    at = Mesh(devices, ("data", "model", "ctx"))
+    placement = Placement(at, context="ctx", selection="share")
+    spec = dataclasses.replace(SPEC, batch=1, capacity=131072)
+    policy = getattr(presets, name)(2048, dense_capacity=0).rest.with_divisible_chunks(2)
+    program, temporary, kernels = compiled(policy, placement, at, spec)
+    parts = 2 * spec.q_heads * (spec.head_dim + 1)
+    assert exchanges(program) == Counter({("all-gather", parts): 1})
+    assert kernels >= 4
+    launches = aot.Compiled(program, temporary, {}, "", {}, {}).launches
+    assert len(launches) <= LAUNCHES_BY_SHARE[name]
+    assert temporary < 5e6
+
+
 @pytest.mark.parametrize(
     ("head_dim", "ctx"), [(128, 1), (64, 1), pytest.param(128, 2, marks=pytest.mark.thorough)]
 )
