@@ -243,6 +243,19 @@ def test_worth_is_that_of_the_paper(rule: str, kind: str) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    "evictor", [*(rule for rule, _ in RULES.values()), LogSpaced(), LastUse(), Observation()]
+)
+def test_evictors_are_values_whose_settings_have_names(evictor: Evictor) -> None:
+    """Equal ones share a program, so they are hashed, and cannot change afterwards."""
+    fields: Any = dataclasses.fields(evictor)  # type: ignore[arg-type]
+    assert all(field.kw_only for field in fields)
+    same = type(evictor)(**{field.name: getattr(evictor, field.name) for field in fields})
+    assert (same, hash(same)) == (evictor, hash(evictor))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        same.sink = 1  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("count", [9, 10, 13, 14, 15])
 def test_lag_scores_tokens_alike_beside_empty_slots(count: int) -> None:
     """The last whole partition has none after it, however many slots are empty."""

@@ -485,6 +485,8 @@ def test_iterating_over_a_request_runs_the_engine(model):
     (first,), (second,) = (engine.submit(prompt, max_new_tokens=7) for prompt in words(9, 5))
     assert list(first) == first.tokens
     assert len(first.tokens) == 7
+    with pytest.raises(ValueError, match="the engine has no tokenizer"):
+        _ = first.text
     row = None
     while not second.done:
         if second.state == "running":
@@ -604,7 +606,8 @@ def test_chat_messages_end_at_the_stop_tokens_of_a_chat(tmp_path):
     found = {name: engine.submit(prompt, max_new_tokens=6)[0] for name, prompt in asked.items()}
     engine.run()
     for name, request in found.items():
-        assert request.tokens == checkpoint.generate(asked[name], max_new_tokens=6).tokens
+        alone = checkpoint.generate(asked[name], max_new_tokens=6)
+        assert (request.tokens, request.text) == (alone.tokens, alone.text)
     ends = set(found["messages"].stop.tolist()) - {-1}
     assert ends == set(checkpoint.chat_stop_tokens)
     assert set(found["text"].stop.tolist()) - {-1} == set(checkpoint.stop_tokens)
