@@ -157,13 +157,11 @@ def lossless_steps() -> str:
     return markdown(titles, body)
 
 
-def accepted_means(
-    file: str = "lossless_acceptance",
-) -> tuple[dict[tuple[str, int], float], int]:
+def accepted_means() -> tuple[dict[tuple[str, int], float], int]:
     """Tokens of a draft of 8 that are right, by method and length: the mean over texts, where all
     were measured; and the number of texts.
     """
-    rows = load_rows(file)
+    rows = load_rows("lossless_acceptance")
     texts = {row["text"] for row in rows}
     found: dict[tuple[str, int], list[float]] = {}
     for row in rows:
@@ -172,28 +170,11 @@ def accepted_means(
     return whole, len(texts)
 
 
-def accepted(file: str = "lossless_acceptance") -> str:
-    """Tokens of a draft of 8 that are right, the mean over texts, by method, budget and length;
-    and how they change from the shortest length to the longest.
-    """
-    if not (RESULTS / f"{file}.json").is_file():
-        return "Not measured yet: `python benchmarks/lossless.py --parts acceptance`.\n"
-    whole, _ = accepted_means(file)
-    lengths = sorted({length for _, length in whole})
-    methods = sorted({method for method, _ in whole}, key=_by_budget)
-
-    def change(method: str) -> str:
-        ends = [whole.get((method, length)) for length in (lengths[0], lengths[-1])]
-        if None in ends or len(lengths) < 2:
-            return ""
-        return f"{ends[1] - ends[0]:+.2f}"
-
-    body = [
-        [f"`{m}`", *(_mean(whole.get((m, length))) for length in lengths), change(m)]
-        for m in methods
-    ]
-    titles = [f"{length} tokens" for length in lengths]
-    return markdown(["draft", *titles, "change"], body)
+def accepted() -> str:
+    """Tokens of a draft of 8 that are right, the mean over texts, by method, budget and length."""
+    whole, _ = accepted_means()
+    rows = [{"method": m, "length": n, "accepted": mean} for (m, n), mean in whole.items()]
+    return _by_length(rows)
 
 
 def accepted_by_position(budget: int = 1024) -> str:
@@ -229,9 +210,35 @@ def accepted_by_text(budget: int = 1024) -> str:
     return markdown([f"draft, {' / '.join(map(str, lengths))} tokens", *texts], body)
 
 
+def accepted_prose() -> str:
+    """Tokens of a draft of 8 that are right in prose, by method, budget and length; and how they
+    change from the shortest length to the longest.
+    """
+    rows = [*load_rows("lossless_acceptance"), *load_rows("lossless_acceptance_31744")]
+    return _by_length([row for row in rows if row["text"] == "prose"])
+
+
 def accepted_smollm2() -> str:
-    """`accepted` of the smaller model."""
-    return accepted("lossless_acceptance_smollm2")
+    """`accepted_prose` of the smaller model."""
+    return _by_length(load_rows("lossless_acceptance_smollm2"))
+
+
+def _by_length(rows: list[dict[str, Any]]) -> str:
+    """Tokens of a draft of 8 that are right in one text."""
+    found = {(row["method"], row["length"]): row["accepted"] for row in rows}
+    lengths = sorted({length for _, length in found})
+    methods = sorted({method for method, _ in found}, key=_by_budget)
+    body = []
+    for method in methods:
+        line = [found.get((method, length)) for length in lengths]
+        cells = [f"`{method}`", *map(_mean, line)]
+        if len(lengths) > 1:
+            first, last = line[0], line[-1]
+            both = first is not None and last is not None
+            cells.append(f"{last - first:+.2f}" if both else "")
+        body.append(cells)
+    change = ["change"] if len(lengths) > 1 else []
+    return markdown(["draft", *(f"{length} tokens" for length in lengths), *change], body)
 
 
 def _by_budget(method: str) -> tuple[int, str]:
