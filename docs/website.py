@@ -45,6 +45,7 @@ CONTENTS = {  # caption -> pages; of the guides, methods, notebooks and API belo
         "docs/performance",
         "docs/real_models",
         "docs/board",
+        "docs/beside",
         "docs/claims",
         "docs/scaling",
         "benchmarks/README",

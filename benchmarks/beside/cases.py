@@ -104,6 +104,15 @@ def row(
     }
 
 
+def covered(intervals: Sequence[tuple[float, float]]) -> float:
+    """The length of the union of intervals."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
 def version(package: str) -> str | None:
     try:
         return metadata.version(package)

@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from .cases import Case, Timed
-
-Interval = tuple[float, float]  # microseconds
+from .cases import Case, Timed, covered
 
 
 def device() -> torch.device:
@@ -59,15 +57,6 @@ def timed(case: Case, run_layer: Callable[[int], Any], layers: int) -> Timed:
         each / layers,
         _by_graph(call, layers),
     )
-
-
-def covered(intervals: Sequence[Interval]) -> float:
-    """The length of the union of intervals."""
-    total, until = 0.0, float("-inf")
-    for start, end in sorted(intervals):
-        total += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return total
 
 
 def _by_graph(call: Callable[[], None], layers: int, replays: int = 20) -> float | None:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 
 from docs.tables import (
+    beside,
     board,
     claims,
     commands,
@@ -75,6 +76,7 @@ TABLES: dict[str, Callable[[], str]] = {
         board.board_perplexity, board.board_smollm2, board.boards,
         prompts.prompts_counted, prompts.prompts_differ, prompts.prompts_scored, prompts.prompts_gsm8k,
         faults.mutants,
+        beside.peers, beside.peers_run, beside.presses_about, beside.presses, beside.products,
     )
 }  # fmt: skip
 TABLES |= {name: partial(commands.block, name) for name in commands.PAGES}

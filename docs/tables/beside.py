@@ -1,0 +1,157 @@
+"""Tables of docs/beside.md: other libraries' kernels, and kvpress's presses, beside kvjax's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from docs.tables.reading import RESULTS
+from docs.tables.writing import markdown, short
+
+NOT_MEASURED = "not measured"
+WORKS = {  # as `benchmarks/beside/cases.py` names them
+    "step of a method": "A decode step that selects",
+    "attention to all tokens": "A decode step over all tokens",
+    "attention to a selection": "Attention to a selection of 2048 tokens",
+    "top-k of scores": "The 2048 largest of all scores",
+    "attention in a prompt": "Causal attention of a prompt",
+}
+LIBRARIES = (
+    "kvjax",
+    "jax",
+    "torch",
+    "flashinfer-python",
+    "amass-kv",
+    "flash-attn3-jax",
+    "tokamax",
+)
+OF_WORK = {
+    "step of a method": ("kvjax", "amass-kv"),
+    "attention to all tokens": (
+        "kvjax",
+        "jax",
+        "torch",
+        "flashinfer-python",
+        "flash-attn3-jax",
+    ),
+    "attention to a selection": ("kvjax", "flashinfer-python", "amass-kv"),
+    "top-k of scores": ("kvjax", "jax", "torch", "flashinfer-python"),
+    "attention in a prompt": ("kvjax", "jax", "flash-attn3-jax", "tokamax"),
+}
+BATCHES = (1, 8)
+
+
+def _load(name: str) -> dict[str, Any]:
+    """A file of results; empty before a run has written it."""
+    file = RESULTS / f"{name}.json"
+    found: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {"rows": []}
+    return found
+
+
+def peers() -> str:
+    """A table for each work: the fastest first, then the libraries without a measurement."""
+    rows = _load("peers")["rows"]
+    parts = []
+    for work, title in WORKS.items():
+        own = [row for row in rows if row["work"] == work]
+        batches = (1,) if work == "attention in a prompt" else BATCHES
+        names = sorted({(row["library"], row["name"]) for row in own}, key=_first_us(own))
+        body = [
+            [name, f"`{library}`", *(_us(own, library, name, batch) for batch in batches)]
+            for library, name in names
+        ]
+        missing = [one for one in OF_WORK[work] if one not in {row["library"] for row in own}]
+        body += [["", f"`{one}`", *[NOT_MEASURED] * len(batches)] for one in missing]
+        heads = [f"{batch} row{'s' if batch > 1 else ''}, us" for batch in batches]
+        parts.append(f"**{title}**\n\n" + markdown(["", "package", *heads], body))
+    return "\n".join(parts)
+
+
+def _first_us(rows: Sequence[dict[str, Any]]) -> Any:
+    def us(named: tuple[str, str]) -> float:
+        return min(row["us"] for row in rows if (row["library"], row["name"]) == named)
+
+    return us
+
+
+def _us(rows: Sequence[dict[str, Any]], library: str, name: str, batch: int) -> str:
+    for row in rows:
+        if (row["library"], row["name"], row["batch"]) == (library, name, batch):
+            graph = row.get("graph_us")
+            return f"{row['us']:.1f}" + (f" (graph {graph:.1f})" if graph else "")
+    return NOT_MEASURED
+
+
+def peers_run() -> str:
+    """Each library: version, calls and settings; or why it was not run."""
+    found = _load("peers")
+    body = []
+    for library in LIBRARIES:
+        own = [row for row in found["rows"] if row["library"] == library]
+        versions = {row["packages"][library] for row in own} | {""}
+        calls = dict.fromkeys(
+            f"`{row['call']}`" + (f": {row['setting']}" if row["setting"] else "")
+            for row in own
+        )
+        why = found.get("not_run", {}).get(library, {}).get("why", "")
+        said = "; ".join(calls) or NOT_MEASURED
+        body.append(
+            [f"`{library}`", max(versions), said + (f". Not run: {why}" if why else "")]
+        )
+    return markdown(["package", "version", "calls"], body, numbers=False)
+
+
+def presses() -> str:
+    """Scores of presses and methods at equal budgets, the best first."""
+    rows = _load("presses")["rows"]
+    budgets = sorted({row["budget"] for row in rows if row["budget"]})
+    named = dict.fromkeys((row["library"], row["method"]) for row in rows)
+    scores = {(row["library"], row["method"], row["budget"]): row["score"] for row in rows}
+    memory = {(row["library"], row["method"]): row["memory"] for row in rows}
+
+    def shown(one: tuple[str, str], budget: int) -> str:
+        score = scores.get((*one, budget), scores.get((*one, None)))
+        return "" if score is None else short(score)
+
+    order = sorted(named, key=lambda one: [shown(one, budget) for budget in budgets])[::-1]
+    body = [
+        [f"`{method}`", library, memory[library, method]]
+        + [shown((library, method), budget) for budget in budgets]
+        for library, method in order
+    ]
+    if not body:
+        body = [["", "kvpress, kvjax", NOT_MEASURED]]
+    titles = ["method", "library", "keeps", *(f"budget {budget}" for budget in budgets)]
+    return markdown(titles, body)
+
+
+def presses_about() -> str:
+    """One sentence: the task, the sample and where it ran."""
+    rows = _load("presses")["rows"]
+    if not rows:
+        return f"{NOT_MEASURED.capitalize()}: `python benchmarks/presses.py`.\n"
+    one = rows[0]
+    versions = {row["library"]: row["version"] for row in rows}
+    return (
+        f"{one['task']}, n = {one['n']}, `{one['model']}`, kvpress {versions.get('kvpress', '-')}, "
+        f"on a {one['device'].upper()}, {one['date'][:10]}.\n"
+    )
+
+
+def products() -> str:
+    """Products of chosen experts by way, in a layer."""
+    rows = _load("moe_products")["rows"]
+    body = [
+        [
+            row["shape"],
+            f"`{row['product']}`",
+            str(row["batch"]),
+            f"{row['us']:.1f}" if "us" in row else NOT_MEASURED,
+            f"{row['times_floor']:.2f}" if "us" in row else row.get("why", ""),
+        ]
+        for row in sorted(rows, key=lambda row: (row["shape"], row.get("us", float("inf"))))
+    ]
+    if not body:
+        body = [["qwen3-moe, gpt-oss", "all", "1", NOT_MEASURED, ""]]
+    return markdown(["shape", "product", "rows", "us a layer", "times the floor"], body)
