@@ -79,6 +79,7 @@ TABLES: dict[str, Callable[[], str]] = {
         beside.peers, beside.peers_run, beside.presses_about, beside.presses, beside.products,
     )
 }  # fmt: skip
+PICTURES = board.PICTURES | beside.PICTURES
 TABLES |= {name: partial(commands.block, name) for name in commands.PAGES}
 
 
@@ -92,5 +93,5 @@ def main() -> None:
     for page in PAGES:
         page.write_text(fill(page.read_text()))
     PICTURE.write_text(picture())
-    for name, draw in board.PICTURES.items():
+    for name, draw in PICTURES.items():
         (FOLDER / f"{name}.svg").write_text(draw())

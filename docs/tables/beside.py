@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from docs.tables.reading import RESULTS
 from docs.tables.writing import markdown, short
+from kvjax.evaluate.curves import Axis, around, draw, evenly
 
 NOT_MEASURED = "not measured"
 WORKS = {  # as `benchmarks/beside/cases.py` names them
@@ -155,3 +157,51 @@ def products() -> str:
     if not body:
         body = [["qwen3-moe, gpt-oss", "all", "1", NOT_MEASURED, ""]]
     return markdown(["shape", "product", "rows", "us a layer", "times the floor"], body)
+
+
+# -------------------------------------------------------------------------------------------------------- pictures
+
+
+def same_text() -> str:
+    """Tokens a second of a whole 8B that writes the text of full attention, by text: derived from
+    measured steps of a few layers and the share of drafts that was right.
+    """
+    rows = [row for row in _load("lossless")["rows"] if row["part"] == "steps"]
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for place, row in enumerate(rows):
+        full = 1e3 * row["batch"] / row["derived"]["full_tpot_ms"]
+        curves.setdefault("full", []).append((place, full))
+        for text, times in row["derived"]["times_full"].items():
+            if not text.startswith("each token"):
+                curves.setdefault(text, []).append((place, full * times))
+    cells = {float(i): f"{row['length']} x {row['batch']}" for i, row in enumerate(rows)}
+    return draw(
+        curves,
+        Axis(-0.3, len(rows) - 0.7, cells),
+        evenly(500 * math.ceil(max(y for of in curves.values() for _, y in of) / 500), 5),
+        title="Tokens a second of an 8B, the text of full attention",
+        x_label=f"tokens x rows; derived from steps on one {_load('lossless')['device']}",
+        y_label="tokens a second of all rows",
+    )
+
+
+def score_by_time() -> str:
+    """Score by milliseconds of a token, of presses and methods that were timed in one run."""
+    rows = [row for row in _load("presses")["rows"] if row["tokens_per_second"]]
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for row in sorted(rows, key=lambda row: row["budget"] or 0):
+        name = f"{row['method']}, {row['library']}"
+        curves.setdefault(name, []).append((1e3 / row["tokens_per_second"], row["score"]))
+    return draw(
+        curves,
+        around([x for of in curves.values() for x, _ in of]),
+        evenly(1),
+        title=rows[0]["task"],
+        x_label=f"milliseconds of a token, one row, {rows[0]['device']}",
+        y_label="score",
+    )
+
+
+PICTURES: dict[str, Callable[[], str]] = {"beside_same_text": same_text}
+if any(row["tokens_per_second"] for row in _load("presses")["rows"]):
+    PICTURES["beside_score"] = score_by_time

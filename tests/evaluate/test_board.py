@@ -11,7 +11,6 @@ import pytest
 
 import kvjax
 from docs import tables
-from docs.tables import board as docs_board
 from kvjax import models, presets
 from kvjax.cli import main
 from kvjax.evaluate import acceptance, board, continuing, plan
@@ -227,10 +226,10 @@ def test_a_long_name_is_cut_and_letters_of_xml_are_spelled() -> None:
     assert ">a&lt;b<" in svg
 
 
-@pytest.mark.parametrize("name", docs_board.PICTURES)
+@pytest.mark.parametrize("name", tables.PICTURES)
 def test_pictures_of_the_page_show_what_the_results_say(name: str) -> None:
     kept = (tables.FOLDER / f"{name}.svg").read_text()
-    assert kept == docs_board.PICTURES[name](), "run python -m docs.tables"
+    assert kept == tables.PICTURES[name](), "run python -m docs.tables"
 
 
 # ---------------------------------------------------------------------------------------------------------- drafts
