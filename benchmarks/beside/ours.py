@@ -25,6 +25,7 @@ from .jax_clock import attention, distance, normal, timed
 LIBRARY = "kvjax"
 METHODS = ("quest", "fier", "pariskv")
 BESIDE = ("jax", "jaxlib")
+MOST_OTHERS = 4  # tokens of a selection that may be others than the reference's
 
 
 def rows(case: Case) -> Iterator[dict[str, Any]]:
@@ -79,8 +80,10 @@ def step_error(case: Case, method: str) -> float:
     got, _ = jax.jit(decode_step.kvjax_step)(layer, q, k, v)
     with ops.use("xla"):
         want, _ = jax.jit(decode_step.kvjax_step)(layer, q, k, v)
-    # Scores of a kernel are rounded otherwise, so a few tokens at the end of the budget differ.
-    return require(distance(got, want), 3e-2, f"kvjax, step of {method}")
+    # Scores of a kernel are rounded otherwise, so tokens at the end of the budget may be others. Of
+    # random tokens each has an equal share of the output's square: so many others are this far.
+    most = (2 * MOST_OTHERS / case.budget) ** 0.5
+    return require(distance(got, want), most, f"kvjax, step of {method}")
 
 
 def selected(case: Case) -> dict[str, Any]:
