@@ -29,6 +29,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import named
 from decode_tokens import block_sizes
 from device_time import bytes_per_us, traced
 from flax import nnx
@@ -301,10 +302,15 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("model_dir", nargs="?", type=Path, help="default: the shipped model")
     parser.add_argument("--text", help="NAME=FILE; default: Python files of kvjax")
     parser.add_argument("--size", type=shape, default=(31744, 24), help="tokens x rows")
-    parser.add_argument("--method", default="fier:budget=1024")
+    parser.add_argument("--method", type=named.cache, default="fier:budget=1024")
     parser.add_argument("--tokens", type=int, help="of a draft; default: SelfDraft's own")
     parser.add_argument("--new", type=int, default=384, help="tokens that each row writes")
-    parser.add_argument("--parts", default="rounds,layers", help=",".join(PARTS))
+    parser.add_argument(
+        "--parts",
+        type=named.names_of(PARTS, "part"),
+        default="rounds,layers",
+        help=",".join(PARTS),
+    )
     parser.add_argument("--layers", type=int, default=4, help="of the part layers")
     parser.add_argument("--count", type=int, default=20, help="steps that are timed together")
     parser.add_argument("--minutes", type=float, default=1e9)
@@ -335,7 +341,7 @@ def main(args: Sequence[str] | None = None) -> None:
         "dtype": given.dtype,
     }
     keep = Rows(given.out, about, given.minutes)
-    for part in given.parts.split(","):
+    for part in given.parts:
         {"rounds": rounds, "layers": layers}[part](given, keep)
 
 

@@ -58,6 +58,7 @@ NEEDED = {  # what a script asks for first
     "real_speed": ["--text", "LICENSE"],
     "run": ["--out", "unused"],
     "shared_quality": ["MODEL", "--text", "LICENSE", "--calibrate", "LICENSE"],
+    "shares": ["--text", "LICENSE"],
     "speculation": ["MODEL", "--text", "LICENSE"],
     "targets": ["--out", "unused"],
 }
