@@ -386,6 +386,8 @@ def _faults_of_deciding(row: dict[str, Any]) -> list[str]:
     ]
     if "expect" in row and judge(row) != "open":
         found.append("names a run that decides it, and its own numbers do")
+    if not deciding.missing(decides) and judge(judged_by(row)) == "open":
+        found.append("is open after the run that it names; name another")
     return found + deciding.faults(decides)
 
 

@@ -352,6 +352,8 @@ def test_a_run_that_is_there_decides(results, one: float, other: float, wanted: 
     assert judged["setting"] == "of the run"
     assert judged["command"].startswith("kvjax eval MODEL --task needles --length 8192")
     assert deciding.faults(OF_ANSWERS["decides"]) == []
+    another = "is open after the run that it names; name another"
+    assert (another in claims._faults_of_deciding(OF_ANSWERS)) == (wanted == "open")
 
 
 @pytest.mark.parametrize(
