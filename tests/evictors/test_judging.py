@@ -256,6 +256,16 @@ def test_evictors_are_values_whose_settings_have_names(evictor: Evictor) -> None
         same.sink = 1  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("head", [0, 1])
+def test_votes_are_pooled_within_a_head(head: int) -> None:
+    votes = jnp.zeros((1, 2, 1, 20)).at[0, head, 0, 8].set(1.0)
+    position = jnp.broadcast_to(jnp.arange(20, dtype=jnp.int32), (1, 2, 20))
+    rule = Observation(window=4, kernel_size=3)
+    got = rule.see_prompt(jnp.zeros((1, 2, 20)), votes, position, jnp.array([20]), 16)
+    np.testing.assert_array_equal(np.flatnonzero(got[0, head, :16]), [7, 8, 9])
+    np.testing.assert_array_equal(got[0, 1 - head, :16], 0)
+
+
 @pytest.mark.parametrize("count", [9, 10, 13, 14, 15])
 def test_lag_scores_tokens_alike_beside_empty_slots(count: int) -> None:
     """The last whole partition has none after it, however many slots are empty."""
