@@ -384,9 +384,10 @@ def _faults_of_deciding(row: dict[str, Any]) -> list[str]:
         f"decides {fault}"
         for fault in _faults_of_expected(decides | {"measure": row["measure"]})
     ]
+    comparable = not found
     if "expect" in row and judge(row) != "open":
         found.append("names a run that decides it, and its own numbers do")
-    if not deciding.missing(decides) and judge(judged_by(row)) == "open":
+    if comparable and not deciding.missing(decides) and judge(judged_by(row)) == "open":
         found.append("is open after the run that it names; name another")
     return found + deciding.faults(decides)
 
