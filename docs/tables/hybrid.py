@@ -69,6 +69,16 @@ def heads_of_256() -> str:
     return markdown(titles, body)
 
 
+def commands() -> str:
+    """What wrote the rows of `hybrid_steps`, of each model."""
+    runs = dict.fromkeys((row["model"], row["layers"]) for row in load_rows("hybrid_step"))
+    calls = (
+        f"`python benchmarks/hybrid_step.py --model {model} --layers {layers}`"
+        for model, layers in runs
+    )
+    return " and ".join(calls)
+
+
 def _steps(rows: list[dict[str, Any]]) -> dict[tuple[str, tuple[int, int]], float]:
     return {
         (row["method"], (row["length"], row["batch"])): row["us"]
