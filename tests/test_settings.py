@@ -262,6 +262,7 @@ CHANGES = {
     "Rows",
     "SharedPrefixes",
     "_Block",
+    "_Copy",
     "_Leaving",
     "_Node",
     "_Reading",
