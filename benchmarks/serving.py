@@ -50,7 +50,7 @@ import numpy as np
 from jax import Array, lax
 from jax.tree_util import register_dataclass
 from layers import out_of, save, show
-from named import cache as known_cache
+from named import caches
 from throughput import SHAPES, fill, random_model
 
 import kvjax
@@ -352,11 +352,6 @@ def run_part(
     return {"slots": copied + 1, **found}
 
 
-def method_name(text: str) -> str:
-    """A type of an option for argparse: a cache, or `einsum`."""
-    return text if text == "einsum" else known_cache(text)
-
-
 def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -365,7 +360,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--methods",
         nargs="+",
-        type=method_name,
+        type=lambda text: caches("einsum")(text)[0],
         default=["full", "fier:budget=1024"],
         help="with rollout also einsum",
     )

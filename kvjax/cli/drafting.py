@@ -50,15 +50,7 @@ def follow_texts(
                     seed=seed,
                     key={"model": subject.digest, "dtype": subject.dtype},
                 )
-            one = plan.prepare(
-                checkpoint,
-                task,
-                rows,
-                dtype=subject.dtype,
-                out=out / "results",
-                model=subject.digest,
-                resume=resume,
-            )
+            one = subject.prepare(task, rows, resume=resume, out=out)
             with bar(progress, task.name, total=one.total) as advance_to:
                 if one.done < one.total:
                     plan.run(

@@ -252,24 +252,12 @@ def _prepare(
     subject: Subject, tasks: Sequence[Task], rows: Sequence[Row], *, resume: bool, out: Path
 ) -> list[Plan]:
     """Makes the examples of each task, and finds the answers that --out has already."""
-    from kvjax.evaluate import plan
-
     plans: list[Plan] = []
     progress = bars()
     with progress, bar(progress, "making examples") as advance_to:
         for task in tasks:
             advance_to(len(plans), len(tasks), task.name)
-            plans.append(
-                plan.prepare(
-                    subject.unloaded,
-                    task,
-                    rows,
-                    dtype=subject.dtype,
-                    out=out / "results",
-                    model=subject.digest,
-                    resume=resume,
-                )
-            )
+            plans.append(subject.prepare(task, rows, resume=resume, out=out))
     return plans
 
 

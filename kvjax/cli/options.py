@@ -6,7 +6,7 @@ import math
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -252,18 +252,21 @@ def make_policy(cache: str, budget: str | int | None = None) -> tuple[PerLayer, 
 
 
 MESH_AXES = ("data", "model", "ctx")
-SELECTIONS = ("exact", "share")  # of `Placement`
 
 
 def make_placement(mesh: str | None, selection: str | None = None) -> Placement | None:
     """The placement that `mesh` describes, such as "model=4,ctx=2", for one row: `model` splits
     its KV heads and `ctx` its tokens, among which steps select by `selection`; `data` replicates
     both."""
-    if selection not in (None, *SELECTIONS):
-        raise ValueError(f"--selection must be {' or '.join(SELECTIONS)}, got {selection!r}")
-    if mesh is None:
-        if selection is not None:
+    if selection is not None:
+        from kvjax.sharding.placement import Selecting
+
+        ways = get_args(Selecting)
+        if selection not in ways:
+            raise ValueError(f"--selection must be {' or '.join(ways)}, got {selection!r}")
+        if mesh is None:
             raise ValueError(f"--selection {selection} needs tokens over devices: --mesh ctx=N")
+    if mesh is None:
         return None
     sizes: dict[str, int] = {}
     for part in mesh.split(","):
@@ -287,12 +290,11 @@ def make_placement(mesh: str | None, selection: str | None = None) -> Placement 
     devices = np.array(jax.devices()[:wanted]).reshape(
         [sizes.get(name, 1) for name in MESH_AXES]
     )
-    by_share = selection == "share"
     return Placement(
         jax.sharding.Mesh(devices, MESH_AXES),
         heads="model",
         context="ctx",
-        selection="share" if by_share else "exact",
+        selection="share" if selection == "share" else "exact",
     )
 
 

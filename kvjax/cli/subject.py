@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +12,9 @@ from kvjax.cli.options import without_weights
 from kvjax.cli.programs import load_checkpoint
 
 if TYPE_CHECKING:
+    from kvjax.evaluate.caches import Row
+    from kvjax.evaluate.plan import Plan
+    from kvjax.evaluate.tasks import Task
     from kvjax.models import Checkpoint
 
 
@@ -35,3 +39,17 @@ class Subject:
         from kvjax.evaluate.provenance import model_digest
 
         return model_digest(self.directory)
+
+    def prepare(self, task: Task, rows: Sequence[Row], *, resume: bool, out: Path) -> Plan:
+        """The examples of a task, and the answers to them that the folder `out` has already."""
+        from kvjax.evaluate import plan
+
+        return plan.prepare(
+            self.unloaded,
+            task,
+            rows,
+            dtype=self.dtype,
+            out=out / "results",
+            model=self.digest,
+            resume=resume,
+        )
