@@ -92,7 +92,7 @@ def attention(
       soft_cap: the logits become soft_cap * tanh(logits / soft_cap), as in Gemma 2. Kernels
         that select or read codes do not have it, nor does cuDNN: they run in plain JAX.
       sinks: f32[N], a logit for each query head that only the denominator of softmax counts, as
-        in gpt-oss. Selection and eviction by shares of attention do not count it.
+        in gpt-oss. Selection by shares of attention does not count it.
       first_chunk: promises that the cache is empty, so a prompt attends only to itself (cuDNN
         attention on a GPU). Checked outside of jit.
       flush: flush full recent blocks before a decode step. A model with many layers passes
@@ -350,7 +350,7 @@ def _attend_step(cache: LayerCache, call: Call) -> Attended:
     v = _heads_first(call.v)
     if call.flush:
         cache = flush_full(cache, active)
-    state = cache.policy.update(cache.state, k, v, active)
+    state = cache.policy.update_for_step(cache.state, k, v, active, call.step)
     queries = q[:, 0].reshape(*k.shape[:2], -1, q.shape[3])  # [B, K, G, D]
     out, state, info = cache.policy.attend(state, queries, replace(call.step, active=active))
     out = out.astype(q.dtype).reshape(*q.shape[:-1], -1)

@@ -36,6 +36,7 @@ class Tokens:
     v: Array  # [B, T, K, E]
     count: Array  # i32[B] how many each row stores
     flush: bool = field(metadata=STATIC)  # full recent blocks before
+    step: Step | None = None  # how the one token attends; None: nothing is evicted for it
 
 
 @register_dataclass
@@ -55,19 +56,27 @@ def update(
     *,
     active: ArrayLike | None = None,
     flush: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
 ) -> LayerCache:
     """Stores a token of each row, with keys and values k, v [B, 1, K, D]; rows where `active`
     is false store none.
 
     `flush` moves tokens out of full recent blocks first; with False, call `kvjax.flush` before.
+    `window`, `scale`, `soft_cap` and `sinks` are as in `kvjax.attention`. Policies that evict
+    tokens by remembered queries weigh them so, and others ignore them.
 
     Raises:
       ValueError: shapes that disagree with each other or with the cache.
     """
     _check("update", cache, k=k, v=v)
     check_flags("update", flush=flush)
+    step = plain_step("update", k.shape[-1], window, scale, soft_cap)
+    step = _with_sinks("update", cache, step, sinks)
     count = row_counts(k.shape[0], 1, None, active)
-    return run(_update, cache, Tokens(k, v, count, flush))[1]
+    return run(_update, cache, Tokens(k, v, count, flush, step))[1]
 
 
 def select(
@@ -121,11 +130,7 @@ def attend(
         raise ValueError(
             f"attend(selection=...) takes what kvjax.select returns, got {short_repr(selection)}"
         )
-    step = replace(step, selection=selection)
-    if sinks is not None:
-        spec = cache.spec
-        heads = sink_logits("attend", cache, sinks, spec.q_heads, spec.kv_heads)
-        step = replace(step, sinks=heads)
+    step = _with_sinks("attend", cache, replace(step, selection=selection), sinks)
     count = row_counts(q.shape[0], 1, None, active)
     out, cache, _ = run(_attend, cache, Query(q, step, count))
     return out, cache
@@ -137,7 +142,8 @@ def _update(cache: LayerCache, tokens: Tokens) -> tuple[None, LayerCache, None]:
     active = tokens.count > 0
     if tokens.flush:
         cache = flush_full(cache, active)
-    state = cache.policy.update(cache.state, k, v, active)
+    assert tokens.step is not None
+    state = cache.policy.update_for_step(cache.state, k, v, active, tokens.step)
     return None, replace(cache, state=state), None
 
 
@@ -154,6 +160,14 @@ def _attend(cache: LayerCache, query: Query) -> tuple[Array, LayerCache, Info]:
     out, state, info = cache.policy.attend(cache.state, queries, step)
     out = out.astype(q.dtype).reshape(*q.shape[:-1], -1)
     return out, replace(cache, state=state), info
+
+
+def _with_sinks(verb: str, cache: LayerCache, step: Step, sinks: ArrayLike | None) -> Step:
+    """`step` with the sink logits f32[N] of a call, if any."""
+    if sinks is None:
+        return step
+    spec = cache.spec
+    return replace(step, sinks=sink_logits(verb, cache, sinks, spec.q_heads, spec.kv_heads))
 
 
 def _check(verb: str, cache: LayerCache, **arrays: Array) -> None:

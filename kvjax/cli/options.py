@@ -399,7 +399,8 @@ def implementations(policy: PerLayer, spec: CacheSpec, logits: Logits) -> dict[s
     def step(own: Policy) -> tuple[Any, Any]:
         q = jnp.zeros((spec.batch, spec.kv_heads, spec.group, spec.head_dim), spec.dtype)
         k = jnp.zeros((spec.batch, spec.kv_heads, 1, spec.head_dim), spec.dtype)
-        st = own.update(own.flush(own.init(spec)), k, k, jnp.ones(spec.batch, bool))
+        every = jnp.ones(spec.batch, bool)
+        st = own.update_for_step(own.flush(own.init(spec)), k, k, every, Step(logits))
         return own.attend(st, q, Step(logits))[:2]
 
     with ops.explained() as found:

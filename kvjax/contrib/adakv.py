@@ -172,10 +172,9 @@ class HeadBudgets(Evicting):
             jnp.arange(st.tokens.slots, dtype=jnp.int32)[None, None] < st.head_counts[..., None]
         )
 
-    def _slot(self, st: Any, end: Array) -> Array:
-        return jnp.where(
-            st.head_counts < st.limit, st.head_counts, self._to_evict(st, self._valid(st), end)
-        )
+    def _slot(self, st: Any, end: Array, step: Step | None) -> Array:
+        evicted = self._to_evict(st, self._valid(st), end, step)
+        return jnp.where(st.head_counts < st.limit, st.head_counts, evicted)
 
     def _best(self, score: Array, eligible: Array, slots: int) -> Selection:
         """Selects the best tokens of all heads together, at most `slots` per head."""

@@ -252,7 +252,7 @@ class Mixed(Evicting):
             replace(st, low=low, pending=pending, dropped=st.dropped | (left > W))
         )
 
-    def _slot(self, st: Any, end: Array) -> Array:
+    def _slot(self, st: Any, end: Array, step: Step | None) -> Array:
         return jnp.where(
             (st.tokens.count < st.tokens.slots)[:, None], st.tokens.count[:, None], st.next
         )

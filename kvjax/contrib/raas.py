@@ -110,11 +110,12 @@ class BesidePrompt(Evicting):
         prompts = jnp.sum(st.pinned[:, 0] & self._valid(st)[:, 0], axis=-1, dtype=jnp.int32)
         return jnp.minimum(prompts + self.budget, st.tokens.slots)
 
-    def _slot(self, st: EvictingState, end: Array) -> Array:
+    def _slot(self, st: EvictingState, end: Array, step: Step | None) -> Array:
         if self.every > 1:
-            return super()._slot(st, end)
+            return super()._slot(st, end, step)
         held = st.tokens.count
-        evicted = self._to_evict(st, jnp.broadcast_to(self._valid(st), st.position.shape), end)
+        valid = jnp.broadcast_to(self._valid(st), st.position.shape)
+        evicted = self._to_evict(st, valid, end, step)
         return jnp.where((held >= self._limit(st))[:, None], evicted, held[:, None])
 
     def _see_step(self, st: EvictingState, weights: Array, step: Step) -> Array:

@@ -12,9 +12,13 @@ there is no token. Each KV head evicts on its own.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+import jax.numpy as jnp
 from jax import Array
+
+if TYPE_CHECKING:
+    from kvjax.policies import Step
 
 
 class Tokens(NamedTuple):
@@ -31,6 +35,41 @@ class Tokens(NamedTuple):
     k: Array  # dtype[B, K, L, D]
     v: Array  # dtype[B, K, L, D]
     memory: Array | None  # f32[B, K, G, n, D] what `see_queries` returned
+    # How remembered queries attend, as these are scaled: logits, window and sinks. None if no
+    # queries are remembered.
+    step: Step | None = None
+    asked: Array | None = None  # i32[B] tokens whose queries have come; None: of all
+
+    def seen_by_last(self, count: int) -> Array:
+        """bool[B, K, n, L]: the tokens that each of the last n = `count` remembered queries
+        sees, its own included; none for queries before the first token.
+        """
+        window = self.known_step().window
+        asked = self.end if self.asked is None else self.asked
+        before = jnp.arange(count, dtype=jnp.int32)[None] - count
+        query = (asked[:, None] + before)[:, None, :, None]
+        token = self.position[:, :, None]
+        seen = (token >= 0) & (token <= query)
+        return seen if window is None else seen & (token > query - window)
+
+    def seen_next(self) -> Array:
+        """bool[B, K, L]: the tokens that the query of the next token sees; those outside of its
+        window are never seen again.
+        """
+        window = self.known_step().window
+        held = self.position >= 0
+        if window is None:
+            return held
+        return held & (self.position > (self.end - window)[:, None, None])
+
+    def known_step(self) -> Step:
+        """Returns `step`. Raises ValueError if it is None."""
+        if self.step is None:
+            raise ValueError(
+                "an evictor that remembers queries weighs tokens by Tokens.step, which is None; "
+                "give the kvjax.policies.Step with which the queries attend"
+            )
+        return self.step
 
 
 class Evictor:
@@ -122,8 +161,10 @@ class Evictor:
         """Returns the memory f32[B, K, G, n, D], at first 0, after queries q [B, K, G, T, D] at
         `position` i32[B, T], or -1.
 
-        Queries are scaled so that D**-0.5 * q.k are the logits, before a soft cap and without
-        sinks: an evictor that remembers queries weighs tokens without either.
+        Queries are scaled so that D**-0.5 * q.k are the logits, whatever the model's scale.
+        `Tokens.step` has the soft cap, the window and the sinks when tokens are scored:
+        `step.logits.of(q.k)` are the logits of remembered queries, and
+        `kvjax.numerics.partial.weights_of` makes weights of them.
         """
         return memory
 

@@ -12,18 +12,22 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from kvjax.evictors.base import Evictor, Tokens
 from kvjax.evictors.keys import in_order, length
 from kvjax.evictors.scores import HeavyHitter, Observation
 from kvjax.memory import vary_with
+from kvjax.numerics.partial import Logits, weights_of
 from kvjax.numerics.rotate import turn_pairs, turn_positions
 from kvjax.numerics.types import Rope
 from kvjax.spec import keep_ints, keep_number
 from kvjax.validation import check_flags, check_rope, check_verbs
 
 BLOCK = 2**20  # numbers of a block of keys, by query
+NODES = 64  # of an integral over logits under a soft cap
+MOST_DEVIATIONS = 12  # that exponentials favour under a cap of up to a hundred
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,12 +160,14 @@ class ExpectedAttention(Evictor):
     length of their values.
 
     Queries before their rotation are taken as normal, with the mean and covariance of those
-    seen so far, and rotated to the mean of the next positions. It remembers D + 2 vectors of a
-    query head in float32, or 2 with covariance=False.
+    seen so far, and rotated to the mean of the next positions. A token's weight is the mean of
+    exp(logit) over such queries, divided by the sum of these means and of the exponential of
+    the head's sink logit, if the model has one; tokens outside of the next query's window have
+    none. It remembers D + 2 vectors of a query head in float32, or 2 with covariance=False.
 
     **Source:** Expected Attention (Devoto et al. 2025, arXiv 2510.00636): 512 positions, a sink
     of 4 that stays and is not counted among queries. **Differs:** queries of generated tokens
-    count too.
+    count too. The paper knows of no soft cap, sink logits and window.
     """
 
     rope: Rope | None
@@ -196,6 +202,8 @@ class ExpectedAttention(Evictor):
 
     def score_all(self, tokens: Tokens) -> Array:
         assert tokens.memory is not None
+        step = tokens.known_step()
+        logits = step.logits
         D = tokens.k.shape[3]
         count = jnp.maximum(tokens.memory[:, :, :, 1], 1)
         mean = tokens.memory[:, :, :, 0] / count  # [B, K, G, D]
@@ -213,24 +221,25 @@ class ExpectedAttention(Evictor):
             shape = (-1, *(1,) * (x.ndim - 2), D // 2)
             return turn_pairs(x, cos.reshape(shape), sin.reshape(shape))
 
-        # Mean and covariance of the logits' queries there: with both, the mean of exp(q.k) for a
-        # normal q is exp(mean.k + k.covariance.k / 2).
-        mean_ahead = ahead(mean) * D**-0.5
+        # Mean and covariance of the queries there. A product q.k of a normal q is normal, with
+        # the mean mean.k and the variance k.covariance.k.
+        mean_ahead = ahead(mean)
         if self.covariance:
             moment = tokens.memory[:, :, :, 2:] / count[..., :1, None]
             spread = moment - mean[..., :, None] * mean[..., None, :]
-            spread = ahead(jnp.swapaxes(ahead(spread), -1, -2)) / (2 * D)
+            spread = ahead(jnp.swapaxes(ahead(spread), -1, -2))
 
         def expected_logits(k: Array) -> Array:
-            logits = jnp.einsum("bkgd,bkld->bkgl", mean_ahead, k, precision="highest")
+            products = jnp.einsum("bkgd,bkld->bkgl", mean_ahead, k, precision="highest")
             if not self.covariance:
-                return logits
+                return logits.of(products)
             turned = jnp.einsum("bkgij,bklj->bkgli", spread, k, precision="highest")
-            return logits + jnp.einsum("bkgli,bkli->bkgl", turned, k, precision="highest")
+            variance = jnp.einsum("bkgli,bkli->bkgl", turned, k, precision="highest")
+            return _log_mean_exp(products, variance, logits)
 
-        logits = _by_blocks(expected_logits, tokens.k, mean.shape[2])
-        after_sink = (tokens.position >= self.sink)[:, :, None]
-        weights = jax.nn.softmax(jnp.where(after_sink, logits, -1e30), axis=-1)
+        expected = _by_blocks(expected_logits, tokens.k, mean.shape[2])
+        competes = tokens.seen_next() & (tokens.position >= self.sink)
+        weights = weights_of(expected, competes[:, :, None], sinks=step.sinks)
         score = (jnp.mean(weights, axis=2) + self.epsilon) * length(tokens.v)
         return jnp.where(tokens.position < self.sink, jnp.inf, score)
 
@@ -241,12 +250,15 @@ class Redundancy(Evictor):
     other keys.
 
     The score is `balance` times the attention, pooled over `pool` neighbours, less (1 -
-    balance) times the redundancy: the softmax of a key's mean cosine with all others, where
+    balance) times the redundancy. A query's attention is the softmax of the largest logits of
+    the group's query heads, over the tokens before the window that it sees, beside the largest
+    sink logit. The redundancy is the softmax of a key's mean cosine with all others, where
     each token forgives the newest key that resembles it by more than `alike`. The window itself
     stays. Comparing L held tokens takes L^2 products of keys.
 
     **Source:** R-KV (Cai et al. 2025, arXiv 2505.24133), its code: window 8, balance .07, which
     is .1 in the paper. **Differs:** where no key resembles a token, its code forgives the first key; here none.
+    It knows of no soft cap, sink logits and window.
     """
 
     window: int = 8
@@ -276,6 +288,7 @@ class Redundancy(Evictor):
 
     def score_all(self, tokens: Tokens) -> Array:
         assert tokens.memory is not None
+        step = tokens.known_step()
         order = in_order(tokens.position)
         L = tokens.position.shape[2]
         position = tokens.position
@@ -283,15 +296,19 @@ class Redundancy(Evictor):
         valid = position >= 0
         older = valid & (position < (tokens.end - self.window)[:, None, None])
 
+        # The heads of a group vote as one, by the largest of their logits of a key, and of
+        # their sinks.
         def largest_logits(k: Array) -> Array:
-            logits = (
-                jnp.einsum("bkgwd,bkld->bkgwl", tokens.memory, k, precision="highest")
-                * k.shape[3] ** -0.5
-            )
-            return jnp.max(logits, axis=2)
+            products = jnp.einsum("bkgwd,bkld->bkgwl", tokens.memory, k, precision="highest")
+            return jnp.max(step.logits.of(products), axis=2)
 
-        logits = jnp.where(older[:, :, None], _by_blocks(largest_logits, k, self.window), -1e30)
-        votes = jnp.where(older, jnp.mean(jax.nn.softmax(logits, axis=-1), axis=2), 0.0)
+        sinks = step.sinks
+        if sinks is not None:
+            largest = jnp.max(sinks, axis=1, keepdims=True)
+            sinks = jnp.broadcast_to(largest, (sinks.shape[0], self.window))
+        logits = _by_blocks(largest_logits, k, self.window)
+        voted = older[:, :, None] & tokens.seen_by_last(self.window)
+        votes = jnp.mean(weights_of(logits, voted, sinks=sinks), axis=2)
         votes = jnp.take_along_axis(votes, order, axis=2)
         half = self.pool // 2
         votes = lax.reduce_window(
@@ -345,7 +362,8 @@ class Trigonometric(Evictor):
     beside the budget. **Differs:** it is calibrated on the queries that the cache has seen,
     instead of another text. Dividing by the deviation is an option of the authors' code, which
     is off by default there and on in TensorRT-LLM. The oldest of equal tokens goes, where the
-    code adds noise.
+    code adds noise. The score has no softmax: sink logits, a soft cap and the scale of a
+    model's logits do not change it.
     """
 
     rope: Rope | None
@@ -394,6 +412,26 @@ class Trigonometric(Evictor):
         )
         deviation = jnp.sqrt(jnp.sum(centred * centred, axis=-1, keepdims=True) / number)
         return jnp.max(centred / jnp.maximum(deviation, 1e-12), axis=2)
+
+
+def _log_mean_exp(products: Array, variance: Array, logits: Logits) -> Array:
+    """f32[B, K, n, L]: the logarithm of the mean of exp(logit), if products q.k are normal with
+    these means and variances.
+
+    With a soft cap it is an integral without a closed form. The trapezoidal rule sums it over
+    NODES values of q.k, from 6 deviations below the mean to 6 above the largest that
+    exponentials favour, which without a cap lies one deviation of the logits above it.
+    """
+    if logits.cap is None:
+        return logits.of(products) + variance * (logits.scale**2 / 2)
+    deviation = jnp.sqrt(jnp.maximum(variance, 0.0))
+    favoured = jnp.minimum(deviation * logits.scale, MOST_DEVIATIONS)
+    width = ((favoured + 12) / (NODES - 1))[..., None]
+    node = jnp.arange(NODES, dtype=jnp.float32).reshape((1,) * products.ndim + (-1,))
+    z = width * node - 6
+    exponent = logits.of(products[..., None] + deviation[..., None] * z) - z * z / 2
+    total = jax.scipy.special.logsumexp(exponent, axis=-1)
+    return total + jnp.log(width[..., 0] * np.float32((2 * np.pi) ** -0.5))
 
 
 def _by_blocks(score: Callable[[Array], Array], k: Array, n: int) -> Array:

@@ -162,7 +162,17 @@ def softmax_weights(
 
     Policies call `Step.weights`, which knows how the model makes its logits.
     """
-    scores = attention_logits(q, k, logits)
+    return weights_of(attention_logits(q, k, logits), mask, lse=lse, sinks=sinks)
+
+
+def weights_of(
+    scores: Float[Array, "B K Q S"],
+    mask: Bool[Array, "#B #K #Q #S"],
+    *,
+    lse: Float[Array, "B K Q"] | None = None,
+    sinks: Float[Array, "K Q"] | None = None,
+) -> Float[Array, "B K Q S"]:
+    """Returns f32[B, K, Q, S]: `softmax_weights` of keys whose logits are `scores`."""
     if sinks is not None:
         of_keys = exp_weights(scores, mask)[2] if lse is None else lse
         lse = jnp.logaddexp(of_keys, sinks.astype(jnp.float32)[None])

@@ -272,8 +272,10 @@ def _check_evictor(evictor: Evictor, spec: CacheSpec, slots: int) -> None:
         after = _call(evictor, "see_step", held, weights)
         _require_floats(evictor, "see_step", after, held.shape, "the evidence of each token")
     memory = None
+    step = None
     if count := require_int(f"{name}.remembers(...)", evictor.remembers(D), at_least=0):
         memory = Shape((B, K, G, count, D), jnp.float32)
+        step = _step(spec)
         after = _call(
             evictor,
             "see_queries",
@@ -288,7 +290,8 @@ def _check_evictor(evictor: Evictor, spec: CacheSpec, slots: int) -> None:
         return
 
     def score_all(evidence: Any, position: Any, end: Any, k: Any, v: Any, memory: Any) -> Any:
-        return evictor.score_all(Tokens(evidence, position, end, slots, k, v, memory))
+        held = Tokens(evidence, position, end, slots, k, v, memory, step, asked=end)
+        return evictor.score_all(held)
 
     score = _traced(
         evictor, "score_all", score_all, evidence, position, _rows(spec), k, v, memory
@@ -337,9 +340,12 @@ def _check_policy(policy: Policy, spec: CacheSpec) -> None:
         after = _call(policy, "prefill", st, k, v, _rows(spec))
         _require_same(policy, "prefill", after, st, "its init gave")
     k, v = _new_tokens(spec, 1)
-    _require_same(
-        policy, "update", _call(policy, "update", st, k, v, flag), st, "its init gave"
-    )
+    if type(policy).update_for_step is Policy.update_for_step:
+        after = _call(policy, "update", st, k, v, flag)
+        _require_same(policy, "update", after, st, "its init gave")
+    else:
+        after = _call(policy, "update_for_step", st, k, v, flag, _step(spec))
+        _require_same(policy, "update_for_step", after, st, "its init gave")
     _require_same(policy, "flush", _call(policy, "flush", st), st, "its init gave")
     part = _call(policy, "attend_stored", st, q, _step(spec))
     _require_part(policy, "attend_stored", part, (B, K, 2 * G, E))

@@ -152,6 +152,13 @@ class Evicting(Policy):
                 f"{type(self).__name__} evicts one token at a time, by evidence; use every=1 and an evictor such as "
                 f"kvjax.HeavyHitter() instead of {self.evictor}"
             )
+        changes_update = type(self).update is not Evicting.update
+        knows_step = type(self).update_for_step is not Evicting.update_for_step
+        if changes_update and not knows_step and self.evictor.remembers(8):
+            raise ValueError(
+                f"{type(self).__name__} changes update, which does not get the step by which {self.evictor} evicts; "
+                "change update_for_step instead"
+            )
         if self.rope is not None and (
             self.every == 1 or getattr(self.evictor, "rope", None) is not None
         ):
@@ -182,14 +189,33 @@ class Evicting(Policy):
         return self.evictor.arrival is not None or self.evictor.remembers(8) > 0
 
     def update(self, st: EvictingState, k: Array, v: Array, active: Array) -> EvictingState:
+        """Stores a token without its step. Raises ValueError for an evictor that remembers
+        queries, which evicts by how they attend.
+        """
+        if st.memory is not None:
+            raise ValueError(
+                f"{self.evictor} evicts by how queries attend; call kvjax.attention, kvjax.update or update_for_step"
+            )
+        return self._store(st, k, v, active, None)
+
+    def update_for_step(
+        self, st: EvictingState, k: Array, v: Array, active: Array, step: Step
+    ) -> EvictingState:
+        if st.memory is None:
+            return self.update(st, k, v, active)
+        return self._store(st, k, v, active, step)
+
+    def _store(
+        self, st: EvictingState, k: Array, v: Array, active: Array, step: Step | None
+    ) -> EvictingState:
         # Several tokens leave a full row now; a single one leaves as its slot is taken below.
         if self.every > 1:
             full = active & (st.tokens.count >= self._limit(st))
             if self.rope is None:
-                st = self._make_room(st, full)
+                st = self._make_room(st, full, step)
             else:
                 st = lax.cond(
-                    jnp.any(full), lambda st: self._close_up(st, full), lambda st: st, st
+                    jnp.any(full), lambda st: self._close_up(st, full, step), lambda st: st, st
                 )
         came = k
         if self.rope is not None:  # to its place after the held tokens
@@ -199,7 +225,7 @@ class Evicting(Policy):
         added = active.astype(jnp.int32)
         # Only the new length is read below: XLA would copy the old one if both were.
         length = st.length + added
-        slot = self._slot(st, length)
+        slot = self._slot(st, length, step)
 
         # A KV head is a row of its own here, whose count is the slot to write: out of range, it
         # writes nothing. No row overflows: `at < 0` is false for all.
@@ -304,7 +330,7 @@ class Evicting(Policy):
             raise ValueError(
                 f"{self.evictor} needs the queries of a prompt; call kvjax.attention or prefill_observed"
             )
-        return self._keep(st, k, v, lengths, None)
+        return self._keep(st, k, v, lengths, None, None)
 
     observes = True
     takes_sinks = True
@@ -323,11 +349,11 @@ class Evicting(Policy):
             at = jnp.where(at < lengths[:, None], st.length[:, None] + at, -1)
             st = replace(st, memory=self.evictor.see_queries(st.memory, _scaled(q, step), at))
         if self.evictor.arrival is None:
-            return self._keep(st, k, v, lengths, None)
+            return self._keep(st, k, v, lengths, None, step)
         # The attention of the voters is evidence, by which tokens are kept.
         voters = self._voters(st, lengths, k.shape[2])
         votes = self._votes(st, q, k, lengths, voters, step)
-        return self._keep(st, k, v, lengths, votes)
+        return self._keep(st, k, v, lengths, votes, step)
 
     def _voters(self, st: EvictingState, lengths: Array, T: int) -> Voters:
         """The queries that vote in a prompt with the first `lengths` i32[B] of T tokens."""
@@ -430,6 +456,7 @@ class Evicting(Policy):
         v: Array,
         lengths: Array,
         votes: Array | None,
+        step: Step | None,
         room: tuple[Array, Array] | None = None,
     ) -> EvictingState:
         """Keeps the tokens of highest score among the S slots and the T tokens of a chunk.
@@ -452,7 +479,15 @@ class Evicting(Policy):
             )
             line = line._replace(evidence=evidence)
         tokens = Tokens(
-            line.evidence, line.position, end, self._share(S), line.k, line.v, st.memory
+            line.evidence,
+            line.position,
+            end,
+            self._share(S),
+            self._at_its_distance(st, line.k),
+            line.v,
+            st.memory,
+            _of_remembered(st, step),
+            end,
         )
         # The tokens of a prompt compete although they are pinned: they may be too many.
         pinned = None if room is None else line.pinned
@@ -562,7 +597,7 @@ class Evicting(Policy):
             best = best._replace(valid=best.valid & fits)
         return jnp.sort(jnp.where(best.valid, L - 1 - best.slots, L), axis=-1)
 
-    def _make_room(self, st: EvictingState, full: Array) -> EvictingState:
+    def _make_room(self, st: EvictingState, full: Array, step: Step | None) -> EvictingState:
         """Frees `every` slots in each row that is `full` bool[B]; tokens of the last slots move
         into the gaps.
         """
@@ -574,7 +609,7 @@ class Evicting(Policy):
         last = jnp.broadcast_to(last, (B, K, n))
 
         def moves() -> tuple[Array, Array]:
-            source, target = fill_gaps(self._lowest_scores(st), last, count, S)
+            source, target = fill_gaps(self._lowest_scores(st, step), last, count, S)
             return source, jnp.where(full[:, None, None], target, S)
 
         def none() -> tuple[Array, Array]:
@@ -584,22 +619,23 @@ class Evicting(Policy):
         st = move_tokens(st, source, target)
         return replace(st, tokens=replace(st.tokens, count=count))
 
-    def _lowest_scores(self, st: EvictingState) -> Array:
+    def _lowest_scores(self, st: EvictingState, step: Step | None = None) -> Array:
         """i32[B, K, n]: the slots of the `every` tokens of lowest score; of equals the oldest."""
         position = self._positions(st)
-        tokens = self._tokens(st, position, st.length)
+        tokens = self._tokens(st, position, st.length, step)
         score = jnp.where(position >= 0, self._scores(tokens, st.pinned), jnp.inf)
         arrived = jnp.where(position >= 0, position, NEVER)
         return jnp.lexsort((arrived, score), axis=-1)[..., : self.every].astype(jnp.int32)
 
-    def _close_up(self, st: EvictingState, full: Array) -> EvictingState:
+    def _close_up(self, st: EvictingState, full: Array, step: Step | None) -> EvictingState:
         """`st` less `every` tokens of each row that is `full` bool[B]; the others are rotated
         to their new places.
         """
         nothing = st.tokens.k[:, :, :0]
         most = jnp.maximum(self._limit(st) - self.every, 1)
         most = jnp.broadcast_to(most, st.length.shape)
-        return self._keep(st, nothing, nothing, jnp.zeros_like(st.length), None, (full, most))
+        none = jnp.zeros_like(st.length)
+        return self._keep(st, nothing, nothing, none, None, step, (full, most))
 
     def held_after(self, prompt: Any, received: Any) -> Any:
         """The tokens that a KV head holds after a prompt of `prompt` tokens, and `received`
@@ -692,21 +728,23 @@ class Evicting(Policy):
         assert st.evidence is not None
         return self.evictor.see_step(st.evidence, weights)
 
-    def _slot(self, st: EvictingState, end: Array) -> Array:
+    def _slot(self, st: EvictingState, end: Array, step: Step | None) -> Array:
         """i32[B, K]: the slot for the token at position `end` - 1: an empty one, or that of the
         evicted token.
         """
         if self.every > 1:
             return jnp.broadcast_to(st.tokens.count[:, None], st.position.shape[:2])
-        evicted = self._to_evict(st, jnp.ones_like(st.position, bool), end)
+        evicted = self._to_evict(st, jnp.ones_like(st.position, bool), end, step)
         return jnp.where((end > st.tokens.slots)[:, None], evicted, end[:, None] - 1)
 
-    def _to_evict(self, st: EvictingState, valid: Array, end: Array) -> Array:
+    def _to_evict(
+        self, st: EvictingState, valid: Array, end: Array, step: Step | None = None
+    ) -> Array:
         """i32[B, K]: the slot of lowest score among the `valid` bool[B, K, S]; of equals the
         oldest.
         """
         position = jnp.where(valid, st.position, -1)
-        scores = self._scores(self._tokens(st, position, end), st.pinned)
+        scores = self._scores(self._tokens(st, position, end, step), st.pinned)
         score = jnp.where(valid, lax.stop_gradient(scores), jnp.inf)
         arrived = jnp.where(valid, st.position, NEVER)
         slot = lax.broadcasted_iota(jnp.int32, position.shape, 2)
@@ -725,10 +763,29 @@ class Evicting(Policy):
         found: list[Array] = lax.reduce(operands, vary_with(last, score), least, (2,))
         return found[2]
 
-    def _tokens(self, st: EvictingState, position: Array, end: Array) -> Tokens:
+    def _tokens(
+        self, st: EvictingState, position: Array, end: Array, step: Step | None
+    ) -> Tokens:
         """The tokens in the slots, as the evictor sees them."""
-        share = self._share(st.tokens.slots)
-        return Tokens(st.evidence, position, end, share, st.tokens.k, st.tokens.v, st.memory)
+        return Tokens(
+            st.evidence,
+            position,
+            end,
+            self._share(st.tokens.slots),
+            self._at_its_distance(st, st.tokens.k),
+            st.tokens.v,
+            st.memory,
+            _of_remembered(st, step),
+            st.length,
+        )
+
+    def _at_its_distance(self, st: EvictingState, k: Array) -> Array:
+        """Keys k [B, K, S+T, D] of the slots and of a chunk, as the evictor sees them: at the
+        distances at which remembered queries would attend to them now, if tokens close up.
+        """
+        if st.memory is None or st.keys is None:
+            return k
+        return jnp.concatenate([self._at_distance(st), k[:, :, st.tokens.slots :]], axis=2)
 
     def _scores(
         self, tokens: Tokens, pinned: Array | None, order: Array | None = None
@@ -912,6 +969,15 @@ def _spread(lengths: Array, count: int) -> tuple[Array, Array]:
     each = jnp.asarray(i, jnp.int32)[None]
     each = jnp.where(each < lengths[:, None], each, -1)
     return jnp.where(width > 1, inside, each), jnp.maximum(width[:, 0], 1.0)
+
+
+def _of_remembered(st: EvictingState, step: Step | None) -> Step | None:
+    """How the queries in `st.memory` attend, which `_scaled` has scaled for the model's step."""
+    if st.memory is None:
+        return None
+    assert step is not None
+    logits = Logits(st.memory.shape[4] ** -0.5, step.logits.cap)
+    return Step(logits, step.window, sinks=step.sinks)
 
 
 def _scaled(q: Array, step: Step) -> Array:

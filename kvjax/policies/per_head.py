@@ -107,6 +107,16 @@ class PerHead(Policy):
             *self._each(st, lambda policy, st, k, v: policy.update(st, k, v, active), k, v)
         )
 
+    def update_for_step(
+        self, st: PerHeadState, k: Array, v: Array, active: Array, step: Step
+    ) -> PerHeadState:
+        of_selected, of_others = self._steps(step, k.shape[1])
+        (k1, k2), (v1, v2) = (self._split(a) for a in (k, v))
+        return PerHeadState(
+            self.selected.update_for_step(st.selected, k1, v1, active, of_selected),
+            self.others.update_for_step(st.others, k2, v2, active, of_others),
+        )
+
     takes_sinks = True
 
     def attend(

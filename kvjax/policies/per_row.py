@@ -67,6 +67,15 @@ class PerRow(Policy):
         ]
         return PerRowState(tuple(parts))
 
+    def update_for_step(
+        self, st: PerRowState, k: Array, v: Array, active: Array, step: Step
+    ) -> PerRowState:
+        parts = [
+            self.policy.update_for_step(group, k[own], v[own], active[own], step)
+            for own, group in self._parts(st)
+        ]
+        return PerRowState(tuple(parts))
+
     def attend(self, st: PerRowState, q: Array, step: Step) -> tuple[Array, PerRowState, Info]:
         def attend(own: slice, group: Any) -> tuple[Array, Any, Info]:
             active = None if step.active is None else step.active[own]

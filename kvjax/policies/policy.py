@@ -180,6 +180,12 @@ class Policy:
         """Stores k, v [B, K, 1, D] of the rows where `active` bool[B] is true."""
         raise NotImplementedError
 
+    def update_for_step(self, st: Any, k: Array, v: Array, active: Array, step: Step) -> Any:
+        """`update`, for policies that evict by how queries attend: `step` has the logits, the
+        window and the sinks with which the stored token is about to attend.
+        """
+        return self.update(st, k, v, active)
+
     def store_steps(self, st: Any, k: Array, v: Array, count: Array) -> Any:
         """Stores the first `count` i32[B] tokens of k, v [B, K, T, D] as T calls of `update`
         do, without a flush.

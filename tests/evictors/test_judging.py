@@ -34,6 +34,8 @@ from kvjax.evictors import (
     ValueWeighted,
 )
 from kvjax.models.rope import Default
+from kvjax.numerics.partial import Logits
+from kvjax.policies import Step
 from kvjax.testing import _drive as drive
 from tests.test_oracles import live_tokens
 
@@ -218,9 +220,10 @@ def test_worth_is_that_of_the_paper(rule: str, kind: str) -> None:
         evidence = evictor.see_tokens(*rest[1:])
         evidence = rest[0] if evidence is None else evidence
         return evictor.score_all(
-            Tokens(evidence, position, jnp.array([100]), 60, *rest[1:], memory)
+            Tokens(evidence, position, jnp.array([100]), 60, *rest[1:], memory, step)
         )
 
+    step = Step(Logits(q.shape[-1] ** -0.5))
     batch = (np.moveaxis(q, 0, 2), position, score, keys, values)
     got = np.asarray(
         run(
