@@ -124,7 +124,7 @@ ROOMS: dict[str, tuple[str, str, dict[str, str]]] = {
         {
             "base": "tests/policies/test_bounds.py tests/policies/test_evicting.py",
             "keys": "tests/policies/test_bounds.py tests/policies/test_evicting.py tests/evictors",
-            "queries": "tests/policies/test_evicting.py tests/evictors",
+            "queries": "tests/evictors tests/policies/test_own_weights.py",
             "scores": "tests/policies/test_bounds.py tests/policies/test_evicting.py",
         },
     ),
@@ -136,7 +136,7 @@ ROOMS: dict[str, tuple[str, str, dict[str, str]]] = {
     "sparse": (
         "kvjax/ops/key_blocks.py",
         "tests/generation/test_sparse_prompt.py tests/ops",
-        {"key_blocks": "tests/generation/test_sparse_prompt.py"},
+        {"key_blocks": "tests/ops/test_key_blocks.py tests/generation/test_sparse_prompt.py"},
     ),
     "prompts": (
         "kvjax/generation/staging.py kvjax/policies/staged.py",

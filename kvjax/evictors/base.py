@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 
 if TYPE_CHECKING:
-    from kvjax.policies import Step
+    from kvjax.policies.policy import Step
 
 
 class Tokens(NamedTuple):

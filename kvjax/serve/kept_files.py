@@ -10,10 +10,7 @@ one of the model: so would keys and values of other weights or settings.
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import json
-import math
 import os
 import re
 import shutil
@@ -22,17 +19,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
 
 from kvjax.cache.cache import Cache
 from kvjax.cache.saving import DamagedSaveError, digest_json, only_writer, restore
 from kvjax.cache.saving import save as save_cache
-from kvjax.memory import move_to, on_host
+from kvjax.memory import on_host
 from kvjax.received import read_object
 from kvjax.serve.beginnings import KeptRow, at_home
+from kvjax.serve.identity import digest_of
 
 LIST = "prefixes.json"
 FORMAT = 2
@@ -111,40 +106,6 @@ def saved(
     for i, row in enumerate(rows):
         tokens, capacity = _entry(path, row)
         yield tokens, capacity, partial(_read, path / folder / str(i), len(tokens))
-
-
-def digest_of(model: Any) -> str:
-    """A digest of a model: of all its weights, and of its settings if `config` is a dataclass."""
-    digest = hashlib.sha256()
-    config = getattr(model, "config", None)
-    if dataclasses.is_dataclass(config):
-        digest.update(repr(config).encode())
-    for leaf in jax.tree.leaves(model):
-        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            continue
-        digest.update(f"{leaf.dtype}{list(leaf.shape)}".encode())
-        if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            whole = move_to(leaf, host=False) if isinstance(leaf, Array) else leaf
-            digest.update(on_host(_checksum(whole)).tobytes())
-    return digest.hexdigest()
-
-
-@jax.jit
-def _checksum(weights: Array) -> Array:
-    """A sum u32[2] over the bits of all numbers, each times an odd number of its place: it
-    differs wherever one number differs. Weights stay on the device.
-    """
-    if jnp.issubdtype(weights.dtype, jnp.floating) and weights.dtype.itemsize < 8:
-        weights = weights.astype(jnp.float32)  # which keeps the value of any smaller type
-    elif weights.dtype.itemsize < 4:
-        weights = weights.astype(jnp.int32)
-    bits = lax.bitcast_convert_type(weights, jnp.uint32)  # 64 bits are two numbers
-    place = jnp.zeros(bits.shape, jnp.uint32)
-    for axis in range(bits.ndim):
-        stride = np.uint32(math.prod(bits.shape[axis + 1 :]) % 2**32)
-        place += lax.broadcasted_iota(jnp.uint32, bits.shape, axis) * stride
-    odd = place * np.uint32(2) + np.uint32(1)
-    return jnp.stack([jnp.sum(bits * odd, dtype=jnp.uint32), jnp.sum(bits, dtype=jnp.uint32)])
 
 
 def _read(path: Path, tokens: int, like: Any) -> Cache:
