@@ -6,9 +6,11 @@ on `mma`.
 
 Heads of 256 channels are two parts of 128.
 
-A bit alone in a 16-bit half is a power of two as a float, so one `and` makes two operands;
-queries are divided by these powers beforehand. With G <= 4, one product serves two units. Each
-warp copies units into its own ring in shared memory.
+Codes are no operand of the second sum but its pattern: `mma_sparse` multiplies two of every
+four rows of its right operand, and these are - q step and + q step of two channels. Their two
+bits say which, so they are the indices of a left operand of ones, and an `and` and an `or` of
+all 16 bits of a word prepare them. With G <= 4, one product serves two units. Each warp copies
+units into its own ring in shared memory.
 
 **Bytes:** D/8 + 4 D/g read and 4 G written a key and KV head.
 
@@ -39,10 +41,6 @@ UNIT = 32  # keys: the rows of two products
 HEADS = 8  # columns of a product
 PART = 128  # channels of a head whose codes are a word of each lane
 WARPS = 4  # of a block
-# Bits that, alone in a half word, serve as numbers; `power` has these numbers. Queries are divided by them, and by
-# 2^SMALLER, so that factors are powers 64 .. -63 in bf16, where |q| and |q step| may be 2^63, and 0 .. -3 in f16.
-WINDOW = {"bf16": range(7, 15), "f16": range(8, 12)}
-SMALLER = {"bf16": 62, "f16": 16}
 WARPS_AT_ONCE = 16  # of a multiprocessor
 
 Visit = Callable[[Word, list[list[Word]], Sequence[Word]], list[Word]]
@@ -156,15 +154,6 @@ class Thread(NamedTuple):
     job: Word  # number of this warp among the row's warps
 
 
-class Pair(NamedTuple):
-    """Channels i and i + D/8 of a lane."""
-
-    turn: int  # the word of codes, rotated by so many bits to the left,
-    bit: int  # has their codes as this bit of its lower half and of its upper one
-    i: int
-    swapped: bool  # or of the upper and the lower
-
-
 @dataclass(frozen=True)
 class Scores:
     """The kernel's code, for flat arrays of these sizes."""
@@ -225,15 +214,6 @@ class Scores:
         return -(-self.S // (UNIT * self.iterations * self.at_once))
 
     @property
-    def pairs(self) -> list[Pair]:
-        """In the order of the products."""
-        H, window = self.width // 8, WINDOW[self.kind]
-        places = [(turn, bit) for turn in range(0, H, len(window)) for bit in window]
-        return [
-            Pair(turn, bit, (bit - turn) % H, (bit - turn) % 32 >= 16) for turn, bit in places
-        ]
-
-    @property
     def warps(self) -> int:
         """The warps of a block."""
         return WARPS
@@ -285,7 +265,7 @@ class Scores:
             self.columns,
         )
         warp, lane, quad, col, head, later, row, job = self.thread()
-        H, units, stages = self.width // 8, S // UNIT, self.config.stages // at_once
+        units, stages = S // UNIT, self.config.stages // at_once
         parts = self.parts
         first = job * (self.iterations * at_once)
         q, bits, step, zero, out = (
@@ -319,10 +299,9 @@ class Scores:
                 return chunk if D == 64 else place_of(chunk)
             return (chunk & 1) * UNIT + place_of(chunk >> 1)
 
-        def place_of_steps(chunk: Word) -> Word:
-            if parts == 1:
-                return chunk if D == 64 else place_of(chunk)
-            return (chunk & 16) + place_of(chunk & 15)
+        def place_of_steps(chunk: Word, of: Word) -> Word:
+            """Chunks of the steps of unit `of` of an iteration."""
+            return chunk if at_once == 1 else chunk ^ of
 
         def fetch(i: Word) -> None:
             """Starts to copy the units of iteration i."""
@@ -337,11 +316,11 @@ class Scores:
                         if to
                         else simt.offset_rows(bits, unit, size)
                     )
-                    place = of * chunks + (place_of_steps if to else place_of_codes)(chunk)
+                    place = place_of_steps(chunk, of) if to else place_of_codes(chunk)
                     ptx(
                         "{ .reg .pred p; setp.lt.u32 p, $2, $3; @p cp.async.cg.shared.global [$0], [$1], 16, $4; }",
                         *(
-                            stage(i) + place * 16 + to,
+                            stage(i) + (of * chunks + place) * 16 + to,
                             simt.offset(at, chunk * 16),
                             n,
                             at_once * chunks,
@@ -357,31 +336,29 @@ class Scores:
             if D >= PART:
                 load = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
                 return ptx(load, at + matrix_row, results=4, convergent=True)
-            # 16 channels per lane: each of their two bytes twice, for a half of the word.
-            at, bytes_ = (
-                at + quad * 32 + (col >> 1) * 4,
-                (col & 1).differs(0).select(0x3322, 0x1100),
-            )
-            words = [ptx(f"ld.shared.u32 $0, [$1+{8 * i}];", at, results=1) for i in range(4)]
-            return [ptx("prmt.b32 $0, $1, 0, $2;", w, bytes_, results=1) for w in words]
+            # Lanes of columns 0 and 1 have both words of two keys, and those of 2 and 3 of the others.
+            at = at + quad * 32 + (col >> 1) * 16 + (col & 1) * 4
+            return [ptx(f"ld.shared.u32 $0, [$1+{8 * i}];", at, results=1) for i in range(2)]
 
-        own_steps = col * (4 * H) + (quad >> 2) * steps * (at_once - 1) + at_once * codes
-        # its even and odd chunks change places
-        turned = (col >> 1) * 16 if D >= PART else word(0)
-        turns = own_steps + turned, own_steps - turned
+        # All rows of a matrix are the same 8 channels, those of the unit of its columns.
+        of_row = (lane & 4) >> 2 if at_once == 2 else word(0)
+        own_steps = place_of_steps(lane >> 3, of_row) * 16 + of_row * steps + at_once * codes
 
         def load_steps(at: Word) -> list[Word]:
-            load = "ld.shared.v4.u32 {{$0, $1, $2, $3}}, [$4+{}];"
+            """The steps of channels 8 i + 2 col and the next, for all i of a part."""
+            load = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$0, $1, $2, $3}}, [$4+{}];"
             return [
                 w
-                for v in range(H // 4)
-                for w in ptx(load.format(16 * v), at + turns[v & 1], results=4)
+                for v in range(self.width // 32)
+                for w in ptx(load.format(64 * v), at + own_steps, results=4, convergent=True)
             ]
 
         # head of the column; a head past the last is not written
         column = quad & 3 if at_once == 2 else quad
         own = [column + HEADS * c if c else column for c in range(columns)]
-        queries = [self.channels(q, (head < G).select(head, 0), col) for head in own]
+        own = [(head < G).select(head, 0) for head in own]
+        signed = [self.signed_pairs(q, head, col) for head in own]
+        queries = [self.channels(q, head, col) for head in own]
         eights = (0, 8) if self.iterations * at_once > 8 else (0,)
         zeros = [self.channels(zero, group_of(within(first + quad + h)), col) for h in eights]
         for i in range(stages):
@@ -389,16 +366,9 @@ class Scores:
                 fetch(word(i))
             ptx("cp.async.commit_group;")
 
-        pairs, smaller = self.pairs, SMALLER[kind]
-        queries = [self.paired(words, pairs) for words in queries]
-        zeros = [self.paired(z, pairs) for z in zeros]
         bases = [
             [instr("mul.f32", x, real(self.scale)) for x in zero_scores(kind, zeros, words)]
             for words in queries
-        ]
-        factors = [word(twice(kind, -smaller - power(kind, p.bit))) for p in pairs] * parts
-        queries = [
-            [times(kind, *two) for two in zip(words, factors, strict=True)] for words in queries
         ]
 
         @loop(0, self.iterations, 1, state)
@@ -416,34 +386,30 @@ class Scores:
                 fetch(i + stages)
             ptx("cp.async.commit_group;")
 
-            def sums_of(p: int) -> list[tuple[list[Word], list[Word]]]:
+            def sums_of(p: int) -> list[list[Word]]:
                 """Sums over the channels of part p, for each column of queries."""
-                step = paired(steps_of[p], pairs)
-                mine = [words[p * len(pairs) : (p + 1) * len(pairs)] for words in queries]
-                if columns > 1:
-                    return wide_sums(kind, pairs, codes_of[p][0], mine, step)
-                scaled = [times(kind, *two) for two in zip(mine[0], step, strict=True)]
-                sums = [unit_sums(kind, pairs, words, scaled) for words in codes_of[p]]
-                chosen = [
-                    later.equals(0).select(*two) for two in zip(sums[0], sums[-1], strict=True)
+                size = 2 * len(steps_of[p])
+                mine = [words[p * size : (p + 1) * size] for words in signed]
+                sums = unit_sums(kind, codes_of[p], mine, steps_of[p])
+                return [
+                    [later.equals(0).select(*two) for two in zip(first, second, strict=True)]
+                    for first, second in zip(sums[0], sums[-1], strict=True)
                 ]
-                return [(chosen, ones_sums(kind, scaled))]
 
             made = functools.reduce(added, map(sums_of, range(parts)))
             own = i * at_once + later
             fours = []
-            for base, (mine, ones) in zip(bases, made, strict=True):
-                for e, all_ones in enumerate(ones):
+            for base, mine in zip(bases, made, strict=True):
+                for e in range(2):
                     start = (
                         (own < 8).select(base[e], base[2 + e]) if len(eights) == 2 else base[e]
                     )
                     start = simt.from_lane(start, ((own & 7) << 2) + col)
-                    start = instr(
-                        "fma.rn.f32", all_ones, real(-self.scale * 2.0**smaller), start
-                    )
-                    larger = real(self.scale * 2.0 ** (smaller + 1))
                     fours.append(
-                        [instr("fma.rn.f32", x, larger, start) for x in mine[4 * e : 4 * e + 4]]
+                        [
+                            instr("fma.rn.f32", x, real(self.scale), start)
+                            for x in mine[4 * e : 4 * e + 4]
+                        ]
                     )
             unit = first + own
             self.store(out, within(unit), quad, head, fours)
@@ -459,11 +425,14 @@ class Scores:
             for w in lane_channels(address, index, col, self.D, part)
         ]
 
-    def paired(self, words: Sequence[Word], pairs: Sequence[Pair]) -> list[Word]:
-        """`paired` of the channels of each part."""
-        size = len(words) // self.parts
-        parts = [words[p * size : (p + 1) * size] for p in range(self.parts)]
-        return [w for part in parts for w in paired(part, pairs)]
+    def signed_pairs(self, address: Any, index: Word, col: Word) -> list[Word]:
+        """Of row `index`, for the channels of `load_steps`: a word of - and + each."""
+        at = simt.offset(simt.offset_rows(address, index, self.D * 2), col * 4)
+        twos = [
+            ptx(f"ld.global.nc.u32 $0, [$1+{16 * i}];", at, results=1)
+            for i in range(self.D // 8)
+        ]
+        return [twice(two, half) ^ 0x8000 for two in twos for half in range(2)]
 
     def store(
         self, out: Any, unit: Word, quad: Word, head: Word, fours: Sequence[Sequence[Word]]
@@ -490,15 +459,12 @@ def halves(low: Word, high: Word) -> Word:
     return instr("cvt.rn.f16x2.f32", high, low)
 
 
-def added(
-    one: list[tuple[list[Word], list[Word]]], other: list[tuple[list[Word], list[Word]]]
-) -> list[tuple[list[Word], list[Word]]]:
+def added(one: list[list[Word]], other: list[list[Word]]) -> list[list[Word]]:
     """The sums over the channels of two parts of a head."""
-
-    def both(a: list[Word], b: list[Word]) -> list[Word]:
-        return [instr("add.f32", *two) for two in zip(a, b, strict=True)]
-
-    return [(both(a[0], b[0]), both(a[1], b[1])) for a, b in zip(one, other, strict=True)]
+    return [
+        [instr("add.f32", *two) for two in zip(a, b, strict=True)]
+        for a, b in zip(one, other, strict=True)
+    ]
 
 
 def lane_channels(address: Any, index: Word, col: Word, D: int, part: int = 0) -> list[Word]:
@@ -514,30 +480,24 @@ def lane_channels(address: Any, index: Word, col: Word, D: int, part: int = 0) -
     return [w for load in loads for w in ptx(load, at, results=4)]
 
 
-def paired(words: Sequence[Word], pairs: Sequence[Pair]) -> list[Word]:
-    """The same channels as pairs."""
-    found = []
-    for _, _, i, swapped in pairs:
-        two = words[i // 2], words[i // 2 + len(words) // 2]
-        halves = "prmt.b32 $0, $1, $2, 0x7632;" if i % 2 else "prmt.b32 $0, $1, $2, 0x5410;"
-        found.append(ptx(halves, *two[:: -1 if swapped else 1], results=1))
-    return found
+def twice(two: Word, half: int) -> Word:
+    """The lower or the upper half of a word, as both halves."""
+    return ptx(f"prmt.b32 $0, $1, $1, {'0x3232' if half else '0x1010'};", two, results=1)
 
 
-def times(kind: str, a: Word, b: Word) -> Word:
-    return instr(
-        f"fma.rn.{kind}x2", a, b, 0x80008000
-    )  # - 0: before 9.0, bf16 has no products without a sum
+def times_half(kind: str, a: Word, two: Word, half: int) -> Word:
+    """Both halves of a word times the lower or the upper half of another.
 
-
-def power(kind: str, bit: int) -> int:
-    """The power of 2 of a half word in which only this bit is set."""
-    return 2 ** (bit - 7) - 127 if kind == "bf16" else bit - 24
-
-
-def twice(kind: str, exponent: int) -> int:
-    """2^exponent in both halves."""
-    return ((exponent + 127) << 7 if kind == "bf16" else (exponent + 15) << 10) * 0x00010001
+    A multiplication takes a half by itself, if it is chosen by moves.
+    """
+    # - 0: before 9.0, bf16 has no products without a sum
+    chosen = "high, high" if half else "low, low"
+    return ptx(
+        "{ .reg .b16 low, high; .reg .b32 both; mov.b32 {low, high}, $2; "
+        f"mov.b32 both, {{{chosen}}}; fma.rn.{kind}x2 $0, $1, both, $3; }}",
+        *(a, two, 0x80008000),
+        results=1,
+    )
 
 
 def zero_scores(kind: str, zeros: list[list[Word]], queries: list[Word]) -> list[Word]:
@@ -553,80 +513,59 @@ def zero_scores(kind: str, zeros: list[list[Word]], queries: list[Word]) -> list
     return base
 
 
-def unit_sums(
-    kind: str, pairs: Sequence[Pair], codes: Sequence[Word], scaled: Sequence[Word]
-) -> list[Word]:
-    """Sums over channels of bit times `scaled`, for keys 4 quad .. 4 quad + 3 with the codes
-    `codes`: for column 2 col, then for the next. `mma` has key 2 tile + half of column 2 col +
-    e as the (2 half + e)-th of 16 keys."""
-    acc = [[word(0)] * 4] * 2
-    for j in range(0, len(pairs), 2):
-        for tile in range(2):
-            two = codes[2 * tile : 2 * tile + 2]
-            a = [
-                rotated(w, p.turn) & (0x00010001 << p.bit)
-                for p in pairs[j : j + 2]
-                for w in two
-            ]
-            acc[tile] = simt.mma(kind, acc[tile], a, scaled[j : j + 2])
-    return [acc[tile][2 * half + e] for e in range(2) for tile in range(2) for half in range(2)]
-
-
-def wide_sums(
-    kind: str,
-    pairs: Sequence[Pair],
-    codes: Sequence[Word],
-    queries: Sequence[Sequence[Word]],
-    step: Sequence[Word],
-) -> list[tuple[list[Word], list[Word]]]:
-    """`unit_sums` and `ones_sums` for several columns of queries, with the operands of codes
-    made once.
+def patterns(upper: Word, lower: Word) -> list[Word]:
+    """The codes of rows `quad` and `quad` + 8 of a product, as indices of `mma_sparse`: four times
+    16 bits of these keys' words. Two bits are the nibble 1 b 0 a: of four rows of the right operand
+    row a counts, and row 2 + b.
     """
-    acc = [[[word(0)] * 4 for _ in range(3)] for _ in queries]  # two tiles of keys, and ones
-    window = WINDOW[kind]
-    for j in range(0, len(pairs), 2):
-        left = [
-            [
-                rotated(w, p.turn) & (0x00010001 << p.bit)
-                for p in pairs[j : j + 2]
-                for w in codes[2 * t : 2 * t + 2]
-            ]
-            for t in range(2)
-        ]
-        ones = [word(0x00010001 << window[i % len(window)]) for i in (j, j, j + 1, j + 1)]
-        for words, sums in zip(queries, acc, strict=True):
-            scaled = [times(kind, words[i], step[i]) for i in (j, j + 1)]
-            for t in range(2):
-                sums[t] = simt.mma(kind, sums[t], left[t], scaled)
-            sums[2] = simt.mma(kind, sums[2], ones, scaled)
+    words = [
+        ptx(f"prmt.b32 $0, $1, $2, {half};", upper, lower, results=1)
+        for half in ("0x5410", "0x7632")
+    ]
     return [
-        (
-            [
-                sums[tile][2 * half + e]
-                for e in range(2)
-                for tile in range(2)
-                for half in range(2)
-            ],
-            sums[2][:2],
-        )
-        for sums in acc
+        ((w >> odd if odd else w) & 0x55555555) | 0x88888888 for w in words for odd in range(2)
     ]
 
 
-def ones_sums(kind: str, scaled: Sequence[Word]) -> list[Word]:
-    """The same for a key whose bits are all 1, for columns 2 col and 2 col + 1."""
-    acc = [[word(0)] * 4] * 2
-    window = WINDOW[kind]
-    for j in range(
-        0, len(scaled), 2
-    ):  # four constants serve two products: rows 0 .. 7 of one, 8 .. 15 of the other
-        bits = [window[j // 4 * 4 % len(window) + k] for k in (0, 2, 1, 3)]
-        acc[j // 2 % 2] = simt.mma(
-            kind, acc[j // 2 % 2], [word(0x00010001 << b) for b in bits], scaled[j : j + 2]
-        )
-    return [instr("add.f32", acc[0][e], acc[1][2 + e]) for e in range(2)]
+def unit_sums(
+    kind: str,
+    units: Sequence[Sequence[Word]],
+    queries: Sequence[Sequence[Word]],
+    steps: Sequence[Word],
+) -> list[list[list[Word]]]:
+    """For each unit and column of queries, the sums over channels of q step code, for keys 4 quad
+    .. 4 quad + 3: of column 2 col, then of the next. `mma` has key 2 tile + half of column 2 col +
+    e as the (2 half + e)-th of 16 keys.
 
-
-def rotated(w: Word, by: int) -> Word:
-    """w rotated to the left."""
-    return (w << by) | (w >> (32 - by)) if by else w
+    A unit's codes are words of these keys, or with 64 channels two words, of which each pair of
+    lanes has those of its tile. A word is 32 channels; bit 2 col + e of its i-th byte belongs to
+    `queries` and `steps` of byte i.
+    """
+    tiles = [
+        [patterns(*codes[2 * t : 2 * t + 2]) for t in range(len(codes) // 2)] for codes in units
+    ]
+    acc = [[[[word(0)] * 4 for _ in range(2)] for _ in queries] for _ in units]
+    for n in range(4):
+        half, odd = n // 2, n % 2
+        for pair in range(len(steps) // 8):  # of words, of which two lanes have the codes
+            places = [8 * pair + 4 * w + 2 * half + byte for w in range(2) for byte in range(2)]
+            for column, words in enumerate(queries):
+                right = [times_half(kind, words[2 * i + odd], steps[i], odd) for i in places]
+                for own, sums in zip(tiles, acc, strict=True):
+                    for t in range(2):
+                        pattern, of = (own[t][n], pair) if len(own) == 2 else (own[0][n], t)
+                        sums[column][t] = simt.mma_sparse(
+                            kind, sums[column][t], right, pattern, of
+                        )
+    return [
+        [
+            [
+                mine[tile][2 * half + e]
+                for e in range(2)
+                for tile in range(2)
+                for half in range(2)
+            ]
+            for mine in sums
+        ]
+        for sums in acc
+    ]

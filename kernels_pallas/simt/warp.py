@@ -72,6 +72,26 @@ def mma(kind: str, acc: Sequence[Word], a: Sequence[Word], b: Sequence[Word]) ->
     )
 
 
+def mma_sparse(
+    kind: str, acc: Sequence[Word], right: Sequence[Word], pattern: Word, of: int
+) -> list[Word]:
+    """acc f32[16, 8] + a[16, 32] @ b[32, 8], where a has two ones in each four adjacent columns.
+
+    `right` is b, in which a lane has rows 2 col, 2 col + 1 and these plus 8, 16 and 24. A nibble
+    of `pattern` has the columns of the two ones, the lower in its lower half. Lanes of columns 2
+    `of` and 2 `of` + 1 have those of rows `quad`, in the lower half of the word, and `quad` + 8
+    for the first and the second 16 columns.
+    """
+    one = 0x3F803F80 if kind == "bf16" else 0x3C003C00
+    return ptx(
+        f"mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32.{kind}.{kind}.f32 {{$0, $1, $2, $3}}, "
+        f"{{$4, $4, $4, $4}}, {{$5, $6, $7, $8}}, {{$9, $10, $11, $12}}, $13, {of};",
+        *(one, *right, *acc, pattern),
+        results=4,
+        convergent=True,
+    )
+
+
 def wgmma(
     sums: Sequence[Sequence[Word]], lefts: Sequence[Sequence[Sequence[Word]]], right: Word, steps: Sequence[int],
     lead: int,

@@ -673,8 +673,9 @@ def _step(
         case "mov":
             words = vector(operands[1])
             if len(words) == 2:
-                lo, hi = (read(w).astype(U64) for w in words)
-                put(operands[0], lo | (hi << U64(32)))
+                whole, half = (U64, 32) if how[0].endswith("64") else (U32, 16)
+                lo, hi = (read(w).astype(whole) for w in words)
+                put(operands[0], lo | (hi << whole(half)))
             else:
                 put(operands[0], read(words[0]).astype(U64 if how[0].endswith("64") else U32))
         case "setp":
@@ -957,6 +958,40 @@ def _collective(
             for j, x in enumerate(out):
                 place = quad + 8 * (j >> 1 & 1), 8 * (j >> 2) + col + (j & 1)
                 put(x, np.ascontiguousarray(total[:, *place]).reshape(-1), lanes)
+        case "mma" if ".sp::ordered_metadata." in name:
+            assert "m16n8k32" in name
+            dtype = DTYPES[name.split(".")[-2]]
+            out, a, b, acc, (pattern,), (of,) = operands
+            left = np.zeros((len(warps), 16, 32))
+            right, total = np.empty((len(warps), 32, 8)), np.empty((len(warps), 16, 8))
+            quad, col = lane >> 2, lane & 3
+
+            def two_halves(x: str) -> Any:
+                both = np.ascontiguousarray(rows(x)).view(dtype)
+                return both.reshape(-1, 32, 2).astype(np.float64)
+
+            # Of each four columns a row has two numbers, at the places that two lanes know.
+            known = rows(pattern).reshape(-1, 8, 4)[:, :, 2 * int(of) : 2 * int(of) + 2]
+            warp = np.arange(len(warps))[:, None]
+            for j, x in enumerate(a):
+                lower = 16 * (j & 1)  # bits of rows `quad`, or of those after 8
+                shift = (lower + 4 * col).astype(U32)
+                nibble = known[:, quad, j >> 1] >> shift
+                first, second = nibble & U32(3), nibble >> U32(2) & U32(3)
+                assert (first < second).all(), "places of a sparse operand are not in order"
+                fours = 4 * (col + 4 * (j >> 1))
+                for half, place in enumerate((first, second)):
+                    left[warp, quad + 8 * (j & 1), fours + place] = two_halves(x)[:, :, half]
+            for j, x in enumerate(b):
+                for half in range(2):
+                    right[:, 2 * col + half + 8 * j, quad] = two_halves(x)[:, :, half]
+            for j, x in enumerate(acc):
+                part = np.ascontiguousarray(rows(x)).view(np.float32)
+                total[:, quad + 8 * (j >> 1), 2 * col + (j & 1)] = part
+            total = (total + left @ right).astype(np.float32).view(U32)
+            for j, x in enumerate(out):
+                mine = total[:, quad + 8 * (j >> 1), 2 * col + (j & 1)]
+                put(x, np.ascontiguousarray(mine).reshape(-1), lanes)
         case "mma":
             assert "m16n8k16" in name
             dtype = DTYPES[name.split(".")[-2]]

@@ -80,7 +80,7 @@ def test_scores_of_equal_keys_are_exact_and_other_rows_do_not_matter():
 def test_scores_of_queries_times_a_power_of_two_are_so_many_times_as_large():
     ix, q = index(1, 1, 64, 128, 32, jnp.bfloat16), normal(1, 1, 1, 4, 128, dtype=jnp.bfloat16)
     run = jax.jit(lambda q, ix: score_1bit.score_1bit(q, *ix, scale=1.0))
-    for factor in (2.0**50, 2.0**-30):  # of the operands of products the powers are 64 to -63
+    for factor in (2.0**50, 2.0**-30):
         np.testing.assert_array_equal(
             run(q * jnp.asarray(factor, q.dtype), ix), run(q, ix) * factor
         )
