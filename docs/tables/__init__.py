@@ -76,7 +76,7 @@ TABLES: dict[str, Callable[[], str]] = {
         board.board_perplexity, board.board_smollm2, board.boards,
         prompts.prompts_counted, prompts.prompts_differ, prompts.prompts_scored, prompts.prompts_gsm8k,
         faults.mutants,
-        beside.peers, beside.peers_run, beside.presses_about, beside.presses, beside.products,
+        beside.peers_ahead, beside.peers, beside.peers_run, beside.presses_about, beside.presses, beside.products,
     )
 }  # fmt: skip
 PICTURES = board.PICTURES | beside.PICTURES

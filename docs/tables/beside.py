@@ -70,6 +70,30 @@ def peers() -> str:
     return "\n".join(parts)
 
 
+def peers_ahead() -> str:
+    """Where other libraries are faster than the fastest of kvjax; a line for each such case."""
+    lines = [
+        line
+        for work, title in WORKS.items()
+        for batch in BATCHES
+        if (line := _ahead(work, title, batch))
+    ]
+    return "\n".join(lines or ["- Nowhere among the rows below."]) + "\n"
+
+
+def _ahead(work: str, title: str, batch: int) -> str:
+    """Who is faster than kvjax, from the fastest; "" if nobody is."""
+    rows = [
+        row for row in _load("peers")["rows"] if (row["work"], row["batch"]) == (work, batch)
+    ]
+    ours = min((row["us"] for row in rows if row["library"] == "kvjax"), default=0.0)
+    faster = sorted((row["us"], row["name"]) for row in rows if row["us"] < ours)
+    if not faster:
+        return ""
+    named = ", ".join(f"{name} {us:.1f} us" for us, name in faster)
+    return f"- {title}, {batch} row{'s' if batch > 1 else ''}: {named}; kvjax {ours:.1f}."
+
+
 def _first_us(rows: Sequence[dict[str, Any]]) -> Any:
     def us(named: tuple[str, str]) -> float:
         return min(row["us"] for row in rows if (row["library"], row["name"]) == named)
