@@ -165,6 +165,9 @@ def generate(
     weights are read, and are kept on disk for the next run. Tokens per second exclude
     compilation; `compile_seconds` in the JSON is the time that it takes.
     """
+    if not distributed:  # such a process joins the others before it asks for devices
+        _start_devices()
+
     from kvjax.generation import drafts
     from kvjax.generation.sampling import requested_sampling
 
@@ -214,7 +217,7 @@ def generate(
     times = Timeline()
     if distributed:
         join_processes()
-    _start_devices()
+        _start_devices()
     placement = make_placement(mesh, selection)
     kind = dtype_name(dtype)
     directory = model_directory(model_dir)
