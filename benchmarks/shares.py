@@ -15,6 +15,10 @@ measured.
 - `needles`: the score of `--samples` questions for one of 8 needles; the questions are fed through
   the cache.
 
+Several GPUs must be this program's alone. Where another one fills the memory of a GPU, a
+collective fails on that device, and the others wait for it until XLA aborts. So the first thing
+that runs is one collective of each kind, alone, and each program ends before the next begins.
+
 Rows are added to results/shares.json as they are measured, and replace those of the same sizes.
 `--quick` runs all at tiny sizes and writes nothing.
 """
@@ -32,7 +36,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax import Array, lax
+from jax.sharding import Mesh, PartitionSpec
 from layers import out_of, save, show
 from measured import read_tokens
 from named import names_of
@@ -75,11 +80,30 @@ def policies_of(method: str, budget: int, devices: int) -> PerLayer:
     return METHODS[method](budget, **settings)
 
 
+def connect(mesh: Mesh) -> None:
+    """Runs a collective of each kind once, on a few numbers and with nothing beside it.
+
+    The first call of each connects the devices and loads its kernels, and XLA ends the process
+    if a device takes 40 s longer than another.
+    """
+    (axis,) = mesh.axis_names
+
+    def each(x: Array) -> Array:
+        gathered = lax.all_gather(x, axis, tiled=True)
+        return lax.psum(lax.psum_scatter(gathered, axis, tiled=True), axis)
+
+    split = PartitionSpec(axis)
+    run = jax.jit(jax.shard_map(each, mesh=mesh, in_specs=split, out_specs=PartitionSpec()))
+    numbers = jax.device_put(jnp.ones(64 * mesh.size), jax.NamedSharding(mesh, split))
+    jax.block_until_ready(run(numbers))
+
+
 class Subject:
     """A checkpoint on one device and over several, and the cache of each way to select."""
 
     def __init__(self, checkpoint: Checkpoint, devices: int):
         mesh = Mesh(np.array(jax.devices()[:devices]), ("ctx",))
+        connect(mesh)
         self.checkpoint = checkpoint
         self.placement = Placement(mesh, context="ctx")
         self.split = dataclasses.replace(
@@ -91,7 +115,7 @@ class Subject:
 
     def read(
         self, policies: PerLayer, selection: str, prompts: Sequence[Sequence[int]], new: int
-    ) -> tuple[jax.Array, Cache]:
+    ) -> tuple[Array, Cache]:
         """Logits and the cache after prompts, with room for `new` tokens."""
         lengths = np.array([len(one) for one in prompts], np.int32)
         tokens = np.zeros((len(prompts), int(lengths.max())), np.int32)
@@ -101,7 +125,7 @@ class Subject:
         spec = model.spec(batch=len(prompts), capacity=padded_capacity(tokens.shape[1] + new))
         layers = self.checkpoint.config.layers
         cache = init(policies, spec, layers=layers, placement=self.place(selection))
-        return prefill(model, cache, tokens, lengths)
+        return jax.block_until_ready(prefill(model, cache, tokens, lengths))
 
 
 def mass(subject: Subject, live: Live, policies: PerLayer, selection: str) -> dict[str, Any]:
