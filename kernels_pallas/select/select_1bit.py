@@ -30,10 +30,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.kernels_pallas import simt, tuned
+from kvjax.kernels_pallas.attend.softmax import passes_of
 from kvjax.kernels_pallas.score import score_1bit as score
 from kvjax.kernels_pallas.score import score_wide
 from kvjax.kernels_pallas.select import logsum, tiling, top_k, units
-from kvjax.kernels_pallas.select.keys import SOFTMAX
+from kvjax.kernels_pallas.select.keys import MOST_HEADS, SOFTMAX
 from kvjax.kernels_pallas.select.logsum import NOTHING
 from kvjax.kernels_pallas.select.rule import How
 from kvjax.kernels_pallas.simt import Word, instr, loop, ptx, real, when, word
@@ -85,7 +86,7 @@ def unsupported(
 ) -> str | None:
     """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
     one = jax.ShapeDtypeStruct((*q.shape[:2], q.shape[2] // steps, q.shape[3]), q.dtype)
-    if limit := score.unsupported(one, bits, step, score.HEADS):
+    if limit := score.unsupported(one, bits, step, MOST_HEADS):
         return limit.replace("score_1bit", "select_1bit", 1)
     most = heads_at_once(q.shape[3])
     if steps > 1 and q.shape[2] > most:
@@ -244,10 +245,9 @@ def _select(
                 steps=steps,
                 order=order,
             )
+        exact_rows = rows * steps * passes_of(G // steps)
         more = (
-            -(-rows * steps * -(-pending_slots // EXACT) // scored.warps)
-            if pending_slots
-            else 0
+            -(-exact_rows * -(-pending_slots // EXACT) // scored.warps) if pending_slots else 0
         )
         score_kernel = scored.kernel(
             program, more_blocks=more, name="kvjax_select_1bit_score", out_type=tuple(outs)
@@ -296,13 +296,16 @@ def _exact(
     block: Word, q_m: Any, keys_m: Any, out_m: Any, *, scored: score.Scores, pending_slots: int,
     sizes: tuple[int, int], steps: int, order: tuple[int, int],
 ) -> None:  # fmt: skip
-    """Exact scores of `pending_slots` keys, `EXACT` per warp, for the heads of a step: 16 keys
-    are rows of a product, and the heads its columns.
+    """Exact scores of `pending_slots` keys, `EXACT` per warp, for the heads of a step, or for
+    an equal part of them if there are more than 8: 16 keys are rows of a product, and the heads
+    its columns.
 
     A sum over channels may take them in any order: lane col has 8 adjacent ones of each 32, for
     keys and queries alike.
     """
-    rows, G, D, (stored, R) = scored.rows * steps, scored.G // steps, scored.D, sizes
+    passes = passes_of(scored.G // steps)
+    rows, G, D = scored.rows * steps * passes, scored.G // steps // passes, scored.D
+    stored, R = sizes
     t = simt.special("tid.x")
     lane, jobs = t & 31, -(-pending_slots // EXACT)
     quad, col, job = lane >> 2, lane & 3, block * scored.warps + (t >> 5)
@@ -312,7 +315,7 @@ def _exact(
     q, keys, out = (
         simt.offset_rows(simt.global_address(m), at, n * size)
         for m, at, n, size in (
-            (q_m, simt.swapped_row(row, *order), G, 2 * D),
+            (q_m, simt.swapped_row(row, *order, passes), G, 2 * D),
             (keys_m, simt.divide(row, rows // stored), R, 2 * D),
             (out_m, row, G, 2 * pending_slots),
         )

@@ -29,9 +29,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.kernels_pallas import simt, tuned
+from kvjax.kernels_pallas.attend.softmax import passes_of
 from kvjax.kernels_pallas.score import score_pages as score
 from kvjax.kernels_pallas.select import logsum, tiling, top_k, units
-from kvjax.kernels_pallas.select.keys import SOFTMAX
+from kvjax.kernels_pallas.select.keys import MOST_HEADS, SOFTMAX
 from kvjax.kernels_pallas.select.logsum import NOTHING
 from kvjax.kernels_pallas.select.rule import How
 from kvjax.kernels_pallas.simt import Word, instr, loop, ptx, real, when, word
@@ -72,7 +73,7 @@ def unsupported(
 ) -> str | None:  # fmt: skip
     """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
     one = jax.ShapeDtypeStruct((*q.shape[:2], q.shape[2] // steps, q.shape[3]), q.dtype)
-    if limit := score.unsupported(one, low, high, score.HEADS):
+    if limit := score.unsupported(one, low, high, MOST_HEADS):
         return limit.replace("score_pages", "select_pages", 1)
     if unit % TILE:
         return f"the kernel select_pages takes pages of a multiple of {TILE} tokens; got {unit}"
@@ -165,7 +166,8 @@ def _select(how: _How, *args: Array) -> tuple[Array, Array]:
     summed = how.group_reduce in SOFTMAX and heads > 1
     sizes, tiles = units.padded(*limits), -(-P // score.TILE)
     warps = 4 * config.warpgroups
-    jobs = rows * score.parts(G, config) * -(-tiles // config.tiles), rows * steps * sizes[1]
+    waiting = rows * steps * passes_of(G // steps)
+    jobs = rows * score.parts(G, config) * -(-tiles // config.tiles), waiting * sizes[1]
     blocks = [-(-n // warps) for n in jobs]
 
     @simt.over_rows(functools.partial(_select, how))
@@ -178,7 +180,7 @@ def _select(how: _How, *args: Array) -> tuple[Array, Array]:
             functools.partial(
                 _score, shape=(rows, G, P, D), keys=(keys.shape[0], keys.shape[1]),
                 kind="bf16" if low.dtype == jnp.bfloat16 else "f16",
-                shared_by=[n // end.size for n, end in zip([rows] * 2 + [rows * steps] * 2, ends[:4], strict=True)],
+                shared_by=[n // end.size for n, end in zip([rows] * 2 + [waiting] * 2, ends[:4], strict=True)],
                 blocks=blocks[0], how=how,
             ),
             name="kvjax_select_pages_score",
@@ -204,9 +206,12 @@ def _score(
     how: _How,
 ) -> None:  # fmt: skip
     """Scores of pages in the first `blocks`, with statistics by tile; scores of pending tokens
-    in the others, for the heads of one step at a time."""
+    in the others, for the heads of one step at a time, or for an equal part of them if there
+    are more than 8."""
     (rows, G, P, D), block = shape, simt.special("ctaid.x")
-    waiting, of_step = rows * how.steps, G // how.steps
+    passes = passes_of(G // how.steps)
+    waiting = rows * how.steps * passes
+    of_step = G // how.steps // passes
     tiles = -(-P // score.TILE)
     lane = simt.special("tid.x") & 31
     quad, col = lane >> 2, lane & 3
@@ -247,7 +252,7 @@ def _score(
         )
         stored, R = keys
         q = simt.offset_rows(
-            simt.global_address(q_m), simt.swapped_row(row, *how.order), of_step * D * 2
+            simt.global_address(q_m), simt.swapped_row(row, *how.order, passes), of_step * D * 2
         )
         recent = simt.offset_rows(
             simt.global_address(keys_m), simt.divide(row, waiting // stored), R * D * 2

@@ -13,7 +13,7 @@ logarithm's. Sums below 2^-96 use their logarithm.
 
 **Bound:** latency at 131072 units; the second read often hits the L2 cache.
 
-**Limits:** at most 8 heads a group, scores in f32, and those of `top_k`. Evidence:
+**Limits:** at most 16 heads a group, scores in f32, and those of `top_k`. Evidence:
 `benchmarks/NOTES.md`.
 """
 
@@ -29,7 +29,17 @@ from jax import Array
 
 from kvjax.kernels_pallas import simt, tuned
 from kvjax.kernels_pallas.select import histogram, logsum, tiling, top_k, units
-from kvjax.kernels_pallas.select.keys import HEADS, SOFTMAX, load_heads_f32, reduced_keys
+from kvjax.kernels_pallas.select.keys import (
+    HEADS,
+    MOST_HEADS,
+    PART,
+    SOFTMAX,
+    keys_of_many,
+    load_heads_f32,
+    load_part,
+    reduced_keys,
+    shares,
+)
 from kvjax.kernels_pallas.select.logsum import NOTHING
 from kvjax.kernels_pallas.select.sort import Out
 from kvjax.kernels_pallas.select.threshold import Bins, first_bins
@@ -44,19 +54,22 @@ from kvjax.kernels_pallas.simt import (
 
 MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/top_k_grouped.json
 # words: largest and sum by head and warp; after them by head of the block, and its log
-STATS = 32 * HEADS * 2
+LoadLogs = Callable[[int, int | Word], list[Word]]  # of so many heads from a number on
+STATS = 32 * MOST_HEADS * 2
 Parts = Sequence[tuple[Any, Any]]
 
 
 def smem_bytes(k: int, config: Config | None = None) -> int:
-    return top_k.smem_bytes(k, config) + 4 * (STATS + 3 * HEADS)
+    return top_k.smem_bytes(k, config) + 4 * (STATS + 3 * MOST_HEADS)
 
 
 def unsupported(parts: Parts, group_reduce: str, k: int) -> str | None:
     """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
     G, U = parts[0][0].shape[2], sum(scores.shape[3] for scores, _ in parts)
-    if not 1 <= G <= HEADS:
-        return f"the kernel top_k_grouped takes 1 to {HEADS} query heads a kv head; got {G}"
+    if not 1 <= G <= MOST_HEADS:
+        return (
+            f"the kernel top_k_grouped takes 1 to {MOST_HEADS} query heads a kv head; got {G}"
+        )
     if any(scores.dtype != jnp.float32 for scores, _ in parts):
         return f"the kernel top_k_grouped takes scores in f32; got {', '.join(str(s.dtype) for s, _ in parts)}"
     limit = top_k.unsupported((parts[0][0].shape[0], U), jnp.float32, k)
@@ -168,7 +181,7 @@ def _select(
             ),
             name="kvjax_top_k_grouped",
             out_type=tuple(outs),
-            scratch=(*top_k.scratch(k, config), STATS + 3 * HEADS),
+            scratch=(*top_k.scratch(k, config), STATS + 3 * MOST_HEADS),
             **launch,
         )(*args)[:wanted]
 
@@ -196,18 +209,52 @@ class _Row:
             simt.offset_rows(simt.global_address(m), self.row, heads * n * 4)
             for m, n in zip(scores_m[: len(sizes)], sizes, strict=True)
         ]
-        self.logs: list[Word] | None = None
+        # Gives the logs of some heads from a number on, if softmaxes are pooled.
+        self.load_logs: LoadLogs | None = None
         for logs_m in scores_m[len(sizes) :]:
             logs = simt.offset_rows(simt.global_address(logs_m), self.row, heads * 4)
-            self.logs = [simt.load(logs, 4 * head) for head in range(heads)]
+            self.set_logs(functools.partial(_logs_at, logs))
 
-    def load(self, at: Word, end: int) -> tuple[list[Word], list[list[Word]]]:
-        """Whether the units at .. at + 3 are valid (0 or 1), and each head's scores, as
-        `load_heads`.
+    def set_logs(self, load: LoadLogs) -> None:
+        """Keeps the logs of all heads in registers, or of more than these hold how to load
+        them.
         """
+        self.load_logs = load
+        if self.heads <= HEADS:
+            logs = load(self.heads, 0)
+            self.load_logs = lambda _, first: logs
+
+    def flags(self, at: Word) -> list[Word]:
+        """Whether the units at .. at + 3 are valid (0 or 1)."""
         flags = simt.load_below(at, self.U, simt.offset(self.valid, at))
-        fours = load_heads_f32(self.scores, self.sizes, self.heads, at, end)
-        return [(flags >> (8 * j)) & 1 for j in range(4)], fours
+        return [(flags >> (8 * j)) & 1 for j in range(4)]
+
+    def load(self, first: int | Word, count: int, at: Word, end: int) -> list[list[Word]]:
+        """The scores of some heads, of all if there are at most `HEADS`."""
+        if self.heads <= HEADS:
+            return load_heads_f32(self.scores, self.sizes, self.heads, at, end)
+        return load_part(self.scores, self.sizes, first, count, at, end, half=False)
+
+    def load_part(self, at: Word, end: int, first: int | Word, count: int) -> list[list[Word]]:
+        """The scores of `count` heads from `first` on, by unit; their shares, if softmaxes are
+        pooled.
+        """
+        units = _by_unit(self.load(first, count, at, end))
+        if self.load_logs is None:
+            return units
+        logs = self.load_logs(count, first)
+        return [shares(unit, logs) for unit in units]
+
+    def keys(self, at: Word, end: int) -> list[Word]:
+        """The keys of the units at .. at + 3."""
+        flags = self.flags(at)
+        pooled = self.load_logs is not None
+        if self.heads > HEADS:
+            load = functools.partial(self.load_part, at, end)
+            return keys_of_many(flags, load, self.heads, self.group_reduce, pooled=pooled)
+        units = _by_unit(self.load(0, self.heads, at, end))
+        logs = None if self.load_logs is None else self.load_logs(self.heads, 0)
+        return reduced_keys(flags, units, logs, self.group_reduce)
 
     def fetch(self, keys: Any = None) -> top_k.Fetch:
         """Gives the keys of a step, and writes them to `keys`."""
@@ -219,14 +266,22 @@ class _Row:
                 tiling.ends(self.U, self.config),
                 strict=True,
             ):
-                flags, heads = self.load(at, end)
-                of_units = [[h[j] for h in heads] for j in range(4)]
-                fours.append(reduced_keys(flags, of_units, self.logs, self.group_reduce))
+                fours.append(self.keys(at, end))
                 if keys is not None:
                     tiling.store_four(keys, at, self.U, fours[-1])
             return fours
 
         return fetch
+
+
+def _logs_at(logs: Any, count: int, first: int | Word) -> list[Word]:
+    """Those of `count` heads from `first` on, in device memory."""
+    own = simt.offset(logs, word(first) * 4)
+    return [simt.load(own, 4 * head) for head in range(count)]
+
+
+def _by_unit(of_heads: list[list[Word]]) -> list[list[Word]]:
+    return [[h[j] for h in of_heads] for j in range(4)]
 
 
 def _program(
@@ -249,7 +304,7 @@ def _program(
         simt.offset_rows(simt.global_address(keys_m[0]), of.row, of.U * 4) if keys_m else None
     )
     if summed:
-        of.logs = _log_sums(of, stats_m)
+        of.set_logs(_log_sums(of, stats_m))
     again = top_k.fetcher(keys, of.U, of.config)
     top_k.select_row(
         of.fetch(keys), again, out, scratch_m, U=of.U, k=k, config=of.config, bins=bins
@@ -280,9 +335,10 @@ def _count(*refs: Any, row: Callable[..., _Row], summed: bool, bins: Bins) -> No
     if summed:
         n = of.config.blocks
         parts = simt.offset_rows(simt.global_address(sums_m), of.row, of.heads * n * 8)
-        of.logs = units.log_sums(
+        logs = units.log_sums(
             parts, n, of.heads, None, simt.shared_address(logs_m), lambda: None, half=False
         )
+        of.set_logs(functools.partial(units.load_logs, logs))
     keys = simt.offset_rows(simt.global_address(keys_m), of.row, of.U * 4)
     top_k.count_first(of.fetch(keys), kept_m, hist_m, U=of.U, config=of.config, bins=bins)
 
@@ -293,40 +349,50 @@ def _sums_of_block(of: _Row, stats: Word) -> list[Word]:
     lane, warp = thread & 31, thread >> 5
     stride = tiling.THREADS * 4 * of.config.blocks
     nothing = [word(x) for x in NOTHING]
+    sums: list[Word] = []
+    at_once = HEADS if of.heads <= HEADS else PART
+    for first in range(0, of.heads, at_once):
+        count = min(at_once, of.heads - first)
+        states = nothing * count
 
-    @loop(simt.part() * (tiling.THREADS * 4) + thread * 4, of.U, stride, nothing * of.heads)
-    def sums(at: Word, *carry: Word) -> list[Word]:
-        flags, fours = of.load(at, of.U + stride)
-        exists = [flag.differs(0) for flag in flags]
-        new = []
-        for head, four in enumerate(fours):
-            four = [flag.select(x, NOTHING[0]) for flag, x in zip(exists, four, strict=True)]
-            new += logsum.add(carry[2 * head : 2 * head + 2], four)
-        return new
+        @loop(simt.part() * (tiling.THREADS * 4) + thread * 4, of.U, stride, states)
+        def of_part(
+            at: Word, *carry: Word, first: int = first, count: int = count
+        ) -> list[Word]:
+            exists = [flag.differs(0) for flag in of.flags(at)]
+            new = []
+            for head, four in enumerate(of.load(first, count, at, of.U + stride)):
+                four = [
+                    flag.select(x, NOTHING[0]) for flag, x in zip(exists, four, strict=True)
+                ]
+                new += logsum.add(carry[2 * head : 2 * head + 2], four)
+            return new
+
+        sums += of_part
 
     for head in range(of.heads):
         state = logsum.merge_lanes(sums[2 * head : 2 * head + 2])
         with when(lane.equals(0)):
-            simt.store_shared(stats + (warp * HEADS + head) * 8, *state)
+            simt.store_shared(stats + (warp * MOST_HEADS + head) * 8, *state)
     simt.block_barrier()
     of_head = [word(x) for x in NOTHING]
 
     def merged() -> list[Word]:
-        return logsum.merge_lanes(simt.load_shared(stats + (lane * HEADS + warp) * 8, 2))
+        return logsum.merge_lanes(simt.load_shared(stats + (lane * MOST_HEADS + warp) * 8, 2))
 
     return simt.branch(warp < of.heads, merged, of_head)
 
 
-def _log_sums(of: _Row, stats_m: Any) -> list[Word]:
-    """For each head minus log2 of the sum of exp(score) over the valid units; 0 if there is
-    none.
+def _log_sums(of: _Row, stats_m: Any) -> LoadLogs:
+    """Computes for each head minus log2 of the sum of exp(score) over the valid units, 0 if
+    there is none.
     """
     stats, blocks, thread = (
         simt.shared_address(stats_m),
         of.config.blocks,
         simt.special("tid.x"),
     )
-    of_block, logs = stats + 4 * STATS, stats + 4 * (STATS + 2 * HEADS)
+    of_block, logs = stats + 4 * STATS, stats + 4 * (STATS + 2 * MOST_HEADS)
     lane, warp = thread & 31, thread >> 5
     states = _sums_of_block(of, stats)
     with when((warp < of.heads) & lane.equals(0)):
@@ -343,4 +409,4 @@ def _log_sums(of: _Row, stats_m: Any) -> list[Word]:
         with when(lane.equals(0)):
             simt.store_shared(logs + warp * 4, log)
     simt.block_barrier()
-    return [simt.load_shared(logs + head * 4) for head in range(of.heads)]
+    return functools.partial(units.load_logs, logs)

@@ -33,7 +33,15 @@ from kvjax.kernels_pallas.select.elements import (
     Lists,
     elements_of,
 )
-from kvjax.kernels_pallas.select.keys import HEADS, load_heads, reduced_keys
+from kvjax.kernels_pallas.select.keys import (
+    HEADS,
+    MOST_HEADS,
+    keys_of_many,
+    load_heads,
+    load_part,
+    reduced_keys,
+    shares,
+)
 from kvjax.kernels_pallas.select.logsum import NOTHING
 from kvjax.kernels_pallas.select.rule import How
 from kvjax.kernels_pallas.select.threshold import (
@@ -45,7 +53,7 @@ from kvjax.kernels_pallas.select.threshold import (
 )
 from kvjax.kernels_pallas.simt import Word, ptx, when, word
 
-LOGS = 2 * 32 + HEADS  # words: statistics of heads by warp, and the logs of all
+LOGS = 2 * 32 + MOST_HEADS  # words: statistics of heads by warp, and the logs of all
 SCRATCH = *parted.SCRATCH, LOGS
 
 
@@ -170,7 +178,29 @@ class _Row:
         self.logs: list[Word] | None = None
 
     def load(self, at: Word, end: int) -> list[list[Word]]:
+        """The scores of all heads; of more than registers hold none, which `keys` loads."""
+        if self.heads > HEADS:
+            return []
         return load_heads(self.scores, self.sizes, self.heads, at, end, self.half)
+
+    def load_part(self, at: Word, end: int, first: int | Word, count: int) -> list[list[Word]]:
+        """The scores of `count` heads from `first` on, by unit; their shares, if softmaxes are
+        pooled.
+        """
+        of_heads = load_part(self.scores, self.sizes, first, count, at, end, self.half)
+        units = self.by_unit(of_heads)
+        if not self.sums:
+            return units
+        logs = load_logs(self.logs_at, count, first)
+        return [shares(unit, logs) for unit in units]
+
+    def by_unit(self, of_heads: list[list[Word]]) -> list[list[Word]]:
+        """Scores in f32 of four units, from what is loaded of heads."""
+        if self.half:
+            of_heads = [
+                [x for two in words for x in simt.from_halves(two)] for words in of_heads
+            ]
+        return [[h[j] for h in of_heads] for j in range(4)]
 
     def merge_logs(self, shared: Word, load_ahead: Callable[[], None]) -> None:
         """Merges the heads' statistics, which `keys` needs; a barrier in any case."""
@@ -185,17 +215,15 @@ class _Row:
         pending = (
             (self.scores[1], self.sizes[1], self.wait_start, self.wait_length) if two else None
         )
-        self.logs = log_sums(
+        self.logs_at = log_sums(
             parts, self.sums, self.heads, pending, shared, load_ahead, self.half
         )
+        if self.heads <= HEADS:
+            self.logs = load_logs(self.logs_at, self.heads)
 
     def keys(self, at: Word, end: int, loaded: list[list[Word]] | None = None) -> list[Word]:
         """The keys of the units at .. at + 3."""
-        of_heads = loaded or self.load(at, end)
-        if self.half:
-            of_heads = [
-                [x for two in words for x in simt.from_halves(two)] for words in of_heads
-            ]
+        units = self.by_unit(loaded or self.load(at, end)) if self.heads <= HEADS else []
         begin, size = self.start, self.length
         if end > self.S:
             stored = at < self.S
@@ -204,12 +232,11 @@ class _Row:
                 stored.select(size, self.wait_length),
             )
         flags = [((at + j) - begin < size).select(1, 0) for j in range(4)]
-        return reduced_keys(
-            flags,
-            [[h[j] for h in of_heads] for j in range(4)],
-            self.logs,
-            self.how.group_reduce,
-        )
+        group_reduce = self.how.group_reduce
+        if units:
+            return reduced_keys(flags, units, self.logs, group_reduce)
+        load = functools.partial(self.load_part, at, end)
+        return keys_of_many(flags, load, self.heads, group_reduce, pooled=bool(self.sums))
 
 
 def _count_units(row: _Row, keys_m: Any, kept_m: Any, hist_m: Any, logs_m: Any) -> None:
@@ -363,8 +390,9 @@ def log_sums(
     shared: Word,
     loads: Callable[[], Any],
     half: bool,
-) -> list[Word]:
-    """For each head minus log2 of the sum of exp(score) over the units; 0 if there is none.
+) -> Word:
+    """The address in shared memory of minus log2 of the sum of exp(score) over the units, for
+    each head; 0 if there is none.
     `parts` is the address of the warps' statistics, `n` per head; `pending` has scores in f16,
     or in f32 if not `half`. `loads` starts other loads meanwhile."""
     thread = simt.special("tid.x")
@@ -430,4 +458,9 @@ def log_sums(
         with when(lane.equals(0)):
             simt.store_shared(logs + warp * 4, log)
     simt.block_barrier()
-    return [simt.load_shared(logs + h * 4) for h in range(heads)]
+    return logs
+
+
+def load_logs(at: Word, heads: int, first: int | Word = 0) -> list[Word]:
+    """The logs of `heads` heads from `first` on, which `log_sums` left in shared memory."""
+    return [simt.load_shared(at + (first + h) * 4) for h in range(heads)]

@@ -357,14 +357,14 @@ CASES = {
     ),
     "rank_grouped": Case(
         lambda **sizes: ((*ranks_grouped(**sizes)[0], f32(1, 2, sizes.get("G", 4), 1)), {}),
-        [(dict(dtype=jnp.bfloat16), "scores in f32"), (dict(G=9), "1 to 8 query heads")],
+        [(dict(dtype=jnp.bfloat16), "scores in f32"), (dict(G=17), "1 to 16 query heads")],
     ),
     "top_k_grouped": Case(
         ranks_grouped,
         [
             (dict(dtype=jnp.bfloat16), "scores in f32"),
             (dict(k=73), "the kernel top_k_grouped takes rows of k to"),
-            (dict(G=9), "1 to 8 query heads"),
+            (dict(G=17), "1 to 16 query heads"),
         ],
     ),
     "score_1bit": Case(
@@ -426,7 +426,7 @@ CASES = {
         votes,
         [
             (dict(D=96), "the kernel collide takes head sizes 64 and 128"),
-            (dict(G=9), "1 to 8 query heads"),
+            (dict(G=17), "1 to 16 query heads"),
             (dict(S=66), "a multiple of 4 keys"),
             (dict(S=1 << 24), r"less than 2\^24"),
             (dict(dtype=jnp.int16), "counts and limits in i32"),

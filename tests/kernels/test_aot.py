@@ -322,6 +322,12 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
         0,
     ),
     "top_k_grouped": (pooled("mean_softmax", 2048), (parts(4, 130816, 256),), 0.5, 0),
+    "top_k_grouped, 16 heads": (
+        pooled("mean_softmax", 2048),
+        (parts(16, 130816, 256),),
+        0.5,
+        32,
+    ),
     "rank_grouped": (
         lambda parts, total: top_k_grouped.top_k_grouped(
             parts, "mean_softmax", 2048, total=total, ranked=True
@@ -334,6 +340,11 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
     # The scores are 8 MiB.
     "select_1bit, with keys that wait": (*picking_keys(131072, 128, 256, 255, 2047), 8.2, 0),
     "select_1bit, D 256": (*picking_keys(131072, 256, 256, 255, 2047, G=6), 12.2, 0),
+    "select_1bit, D 256, 16 heads": (
+        *picking_keys(131072, 256, 256, 255, 2047, G=16),
+        33,
+        0,
+    ),
     "select_1bit, 2 steps, D 256": (
         *picking_keys(131072, 256, 256, 255, 2047, T=2, G=8),
         98,
@@ -368,6 +379,7 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
     "select_pages, one waits": (*pages(1016, 128, 159, 32, 56, unit=32), 0.3, 0),
     "select_pages, a loop": (*pages(1 << 18, 128, 287, 272, 127), 64, 0),
     "select_pages, D 256": (*pages(8176, 256, 287, 272, 127, G=8), 2.8, 0),
+    "select_pages, D 256, 16 heads": (*pages(8176, 256, 287, 272, 127, G=16), 5, 0),
     "select_pages, eight heads": (
         *pages(8176, 64, 287, 272, 127, G=8, dtype=jnp.float16),
         2.8,
@@ -582,12 +594,15 @@ LATE = (
     "rerank, D 64",
     "top_k, 1M",
     "top_k_grouped, 1M",
+    "top_k_grouped, 16 heads",
     "score_1bit, D 256",
     "score_1bit, D 256, 16 heads",
     "score_pages, D 256",
     "select_1bit, D 256",
+    "select_1bit, D 256, 16 heads",
     "select_1bit, 2 steps, D 256",
     "select_pages, D 256",
+    "select_pages, D 256, 16 heads",
     "select_1bit, 8 steps",
     "select_1bit, a loop",
     "select_1bit, eight heads",

@@ -101,10 +101,12 @@ KINDS = ("normal", "equal", "few keys", "peaked", "flat", "coarse", "infinite", 
     [
         (6, 1, 2, 224, 128, 32, 7, 40, jnp.bfloat16, select_1bit.Config(blocks=1, units=3)),
         (6, 1, 2, 4192, 64, 32, 7, 40, jnp.bfloat16, select_1bit.Config(blocks=2, cluster=0)),
-        (6, 1, 6, 128, 256, 32, 7, 40, jnp.bfloat16, select_1bit.Config(blocks=1, units=3)),
+        (6, 1, 12, 128, 256, 32, 7, 40, jnp.bfloat16, select_1bit.Config(blocks=1, units=3)),
         *(
             pytest.param(*case, marks=pytest.mark.thorough)
             for case in (
+                (6, 1, 6, 128, 256, 32, 7, 40, jnp.bfloat16, select_1bit.Config(1, units=3)),
+                (1, 1, 16, 4160, 64, 64, 9, 77, jnp.float16, select_1bit.Config(3, 1, 0)),
                 (
                     1,
                     1,
@@ -239,7 +241,7 @@ KINDS = ("normal", "equal", "few keys", "peaked", "flat", "coarse", "infinite", 
         ),
         *(
             pytest.param(6, 3, G, 2080, 64, 32, 33, 200, jnp.float16, None, marks=on_gpu)
-            for G in range(1, 9)
+            for G in (*range(1, 9), 12, 16)
         ),
     ],
 )
@@ -310,10 +312,11 @@ def test_select_1bit_chooses_what_top_k_grouped_does_of_the_scores(
     ("G", "D", "R", "pending_slots", "dtype", "group_reduce"),
     [
         (3, 64, 44, 37, jnp.float16, "mean_softmax"),
+        (10, 64, 20, 19, jnp.bfloat16, "mean_softmax"),
         pytest.param(4, 128, 20, 19, jnp.bfloat16, "per_head", marks=pytest.mark.thorough),
         *(
             pytest.param(G, 128, 256, 255, jnp.bfloat16, "mean_softmax", marks=on_gpu)
-            for G in (1, 4, 8)
+            for G in (1, 4, 8, 12, 16)
         ),
     ],
 )

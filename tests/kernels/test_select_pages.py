@@ -89,7 +89,7 @@ def token_pages(start, stop, pages, unit):
     ("B", "K", "G", "P", "D", "unit", "R", "pending_slots", "room", "dtype", "config"),
     [
         (6, 1, 2, 67, 64, 16, 79, 48, 20, jnp.bfloat16, select_pages.Config(blocks=1)),
-        (6, 1, 6, 35, 256, 16, 79, 48, 20, jnp.bfloat16, select_pages.Config(blocks=1)),
+        (6, 1, 12, 35, 256, 16, 79, 48, 20, jnp.bfloat16, select_pages.Config(blocks=1)),
         (
             1,
             1,
@@ -106,6 +106,7 @@ def token_pages(start, stop, pages, unit):
         *(
             pytest.param(*case, marks=pytest.mark.thorough)
             for case in (
+                (6, 1, 6, 35, 256, 16, 79, 48, 20, jnp.bfloat16, select_pages.Config(blocks=1)),
                 (
                     1,
                     2,
@@ -162,7 +163,7 @@ def token_pages(start, stop, pages, unit):
         ),
         *(
             pytest.param(6, 3, G, 2081, 64, 48, 100, 96, 200, jnp.float16, None, marks=on_gpu)
-            for G in range(1, 9)
+            for G in (*range(1, 9), 12, 16)
         ),
     ],
 )

@@ -49,6 +49,8 @@ def parts_of(B, K, G, sizes, kind, seed=0):
     [
         (2, 1, 4, (400, 22), 30, 2),
         (2, 1, 4, (8200, 22), 30, -2),
+        (2, 1, 12, (400, 22), 30, 2),
+        pytest.param(2, 1, 16, (8200, 22), 30, -2, marks=pytest.mark.thorough),
         pytest.param(1, 2, 3, (1001,), 50, -1, marks=pytest.mark.thorough),
         pytest.param(1, 1, 8, (20000, 64), 700, -3, marks=pytest.mark.thorough),
         pytest.param(1, 2, 3, (1001,), 50, 1, marks=pytest.mark.thorough),
