@@ -30,6 +30,16 @@ SHAPES = (  # B, K, G, H, S, D, M, dtype
     (1, 8, 4, 4, 131072, 128, 512, "bfloat16"),
 )
 CONFIGS = [Config(blocks, warpgroups) for blocks in (2, 4, 8) for warpgroups in (1, 2)]
+WIDE = [  # of heads of more than 128, which take more shared memory
+    *(Config(blocks, 2, tile=16, copies=copies) for blocks in (4, 8) for copies in (4, 32)),
+    *(Config(blocks, 1, copies=4) for blocks in (4, 8)),
+    Config(8, 1, tile=16, copies=4),
+    Config(32, 1, cluster=0, tile=16, copies=4),
+]
+
+
+def configs_of(D: int) -> list[Config]:
+    return CONFIGS if D <= 128 else WIDE
 
 
 def inputs(
@@ -74,7 +84,7 @@ def measure(
         return float(max(each))
 
     args = jax.jit(inputs, static_argnums=range(9))(B, K, G, H, S, D, M, dtype, n)
-    configs = [attend_slots.config_for(B * K * H, M, D), *CONFIGS]
+    configs = [attend_slots.config_for(B * K * H, M, D), *configs_of(D)]
     row = sweep(
         "attend_slots",
         kernel,
@@ -92,7 +102,8 @@ def measure(
 if __name__ == "__main__":
     run(
         "attend_slots",
-        "attend_slots of q [B, K, G, D] over M of S slots for each of H; config: blocks x warpgroups",
+        "attend_slots of q [B, K, G, D] over M of S slots for each of H; config: blocks x warpgroups x "
+        "cluster x tile x copies",
         "normal random q, k, v; slots unique, spread, in random order, all valid",
         measure,
         SHAPES,

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from attend_slots import CONFIGS
+from attend_slots import configs_of
 from device_time import device_time
 from jax import Array
 from sweep import Sweep, repeats, run
@@ -110,7 +110,7 @@ def measure(
     args = jax.jit(inputs, static_argnums=range(12))(
         B, K, G, H, S, R, local, sink, D, M, dtype, n
     )
-    configs = [attend_zones.config_for(B * K * H, read, D), *CONFIGS]
+    configs = [attend_zones.config_for(B * K * H, read, D), *configs_of(D)]
     xla = partial(reference, partial(ops.attend_zones, implementation="xla"))
     apart = partial(reference, ops.attend_zones.reference)  # its parts by their kernels
     row = sweep(
@@ -143,7 +143,7 @@ if __name__ == "__main__":
     run(
         "attend_zones",
         "attend_zones of q [B, K, G, D] over M of S + R - local slots for each of H, the last of R and a sink; config: "
-        "blocks x warpgroups",
+        "blocks x warpgroups x cluster x tile x copies",
         "normal random q, k, v; slots unique, spread, in random order; all are read",
         measure,
         SHAPES,

@@ -9,9 +9,8 @@ layers with embedding and head, by method and length x batch, beside the time to
 (of experts, those that tokens choose if they choose evenly), states and cache; "parts" are the
 device time of each kernel. Two more rows a cell are one layer alone: "delta" is the recurrence of a gated delta
 net (`kvjax.recurrence.advance`), whose floor is to read its state and the newest tokens beside
-it; "attention" is `Full` over the cache of one layer. With fla-core installed (and torch for a
-GPU) "fla" is its `fused_recurrent_gated_delta_rule` on the same sizes in the same run, which
-reads and writes the state, without the convolution.
+it; "attention" is `Full` over the cache of one layer. `delta_step.py` has fla-core's kernels
+beside ours.
 
 Without a GPU (`--quick`) a tiny model and the host's clock only show that the script works.
 """
@@ -19,8 +18,6 @@ Without a GPU (`--quick`) a tiny model and the host's clock only show that the s
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -175,47 +172,6 @@ def attention(config: DecoderConfig, spec: kvjax.CacheSpec, calls: int) -> dict[
     }
 
 
-def fla(sizes: GatedDelta, batch: int, calls: int) -> dict[str, Any] | None:
-    """fla-core's recurrent step on the same sizes by events of CUDA; None if it is not there."""
-    if importlib.util.find_spec("fla") is None or importlib.util.find_spec("torch") is None:
-        return None
-    import torch
-    from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
-
-    def make(*shape: int, dtype: Any = torch.bfloat16) -> Any:
-        return torch.randn(batch, 1, *shape, device="cuda", dtype=dtype)
-
-    q, k = (make(sizes.key_heads, sizes.key_dim) for _ in range(2))
-    v = make(sizes.value_heads, sizes.value_dim)
-    decay = -torch.ones(batch, 1, sizes.value_heads, device="cuda") * 0.1
-    rate = torch.ones_like(decay) * 0.5
-    state = torch.zeros(batch, sizes.value_heads, sizes.key_dim, sizes.value_dim, device="cuda")
-
-    def one(state: Any) -> Any:
-        _, state = fused_recurrent_gated_delta_rule(
-            q, k, v, g=decay, beta=rate, initial_state=state, output_final_state=True,
-            use_qk_l2norm_in_kernel=True,
-        )  # fmt: skip
-        return state
-
-    for _ in range(3):
-        state = one(state)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(calls):
-        state = one(state)
-    torch.cuda.synchronize()
-    us = 1e6 * (time.perf_counter() - start) / calls
-    floor = 2 * state.numel() * 4 / bytes_per_us()
-    return {
-        "part": "fla, by the host's clock",
-        "method": "",
-        "us": us,
-        "floor_us": floor,
-        "parts": {},
-    }
-
-
 def cells(text: str) -> list[list[int]]:
     """Length and batch of each cell, as in 131072x1,32768x8."""
     return [numbers(cell.replace("x", ",")) for cell in text.split(",")]
@@ -253,7 +209,6 @@ def main(args: Sequence[str] | None = None) -> None:
             for method in given.methods
         ]
         rows += [delta(sizes, spec, given.calls), attention(config, spec, given.calls)]
-        rows += [row for row in [fla(sizes, batch, given.calls)] if row is not None]
         named = {"model": given.model, "layers": given.layers, "length": length, "batch": batch}
         found = [named | row | {"backend": jax.default_backend()} for row in rows]
         for row in found:

@@ -23,7 +23,7 @@ from kvjax.kernels_pallas.select import select_1bit
 from kvjax.kernels_pallas.select.select_1bit import Config, config_for
 from kvjax.numerics.partial import Logits
 from kvjax.numerics.quant import OneBit
-from kvjax.numerics.selection import GroupReduce, PackedSelection, Selection
+from kvjax.numerics.selection import GroupReduce, PackedSelection, Selection, unpack
 from kvjax.ops import Implementation
 
 SHAPES = (  # B, K, G, S, pending units, k, D, group_reduce
@@ -81,11 +81,10 @@ def measure(
 
     def kernel(config: Config | None) -> Any:
         def run(q: Array, ix: OneBit, *rest: Any) -> Selection:
-            return PackedSelection(
-                *select_1bit.select_1bit(
-                    q, *ix, *rest, group_reduce, k, scale=D**-0.5, config=config
-                )
-            ).selection
+            packed = select_1bit.select_1bit(
+                q, *ix, *rest, group_reduce, k, scale=D**-0.5, config=config
+            )
+            return unpack(PackedSelection(*packed))
 
         return run
 

@@ -48,6 +48,7 @@ class Config:
     warpgroups: int = 2  # of a block
     cluster: int = 1  # 0: the blocks are no cluster, and a second kernel merges them
     tile: int = TILE  # slots of a warp at a time
+    copies: int = TILE  # copies of a tile that are not a loop: fewer need fewer registers
 
     def __post_init__(self) -> None:
         if self.cluster not in (0, 1):
@@ -58,6 +59,8 @@ class Config:
             raise ValueError(f"blocks must be 1 to {MAX_PARTS}; got {self.blocks}")
         if self.tile not in (TILE // 2, TILE):
             raise ValueError(f"tile must be {TILE // 2} or {TILE}; got {self.tile}")
+        if self.copies not in (4, 8, 16, 32):
+            raise ValueError(f"copies must be 4, 8, 16 or 32; got {self.copies}")
         if self.warpgroups not in (1, 2, 4):
             raise ValueError(f"warpgroups must be 1, 2 or 4; got {self.warpgroups}")
 
@@ -465,7 +468,10 @@ class _Tiles:
     def copy(self, sources: Sequence[Any], to: Word, slots: Word) -> None:
         """Begins to copy the rows of `slots` from the zones' `sources`, as one group."""
         layout = self.layout
-        for i in range(self.config.tile // layout.per):
+        number = self.config.tile // layout.per
+        at_once = min(number, self.config.copies)
+
+        def copy_row(i: int | Word) -> None:
             r = layout.first + i * layout.per
             slot = simt.from_lane(slots, r)
             exists = slot.differs(NONE)
@@ -476,6 +482,15 @@ class _Tiles:
             at = simt.offset(source, slot * layout.of_token + layout.chunk * 16)
             code = "cp.async.cg.shared.global [$0], [$1], 16, $2;"
             layout.copy(code, layout.place(to, r, layout.chunk), at, exists)
+
+        def copy_rows(first: int | Word) -> None:
+            for i in range(at_once):
+                copy_row(first + i)
+
+        if at_once == number:
+            copy_rows(0)
+        else:
+            loop(0, number, at_once)(copy_rows)
         ptx("cp.async.commit_group;")
 
     def copy_keys(self, slots: Word) -> None:

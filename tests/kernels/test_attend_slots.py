@@ -62,6 +62,7 @@ def assert_attends(args, config=None, scale=0.125):
         (2, 1, 4, 4, 50, 64, 33, jnp.bfloat16, None),
         (1, 1, 10, 1, 200, 80, 150, jnp.bfloat16, attend_slots.Config(1, 1)),
         (1, 1, 2, 1, 200, 96, 150, jnp.float16, attend_slots.Config(2, 1, cluster=0, tile=16)),
+        (1, 1, 6, 1, 200, 256, 150, jnp.bfloat16, attend_slots.Config(1, 1, tile=16, copies=4)),
         *(
             pytest.param(1, 1, 18, 2, 70, D, 50, jnp.bfloat16, None, marks=pytest.mark.thorough)
             for D in SIZES
