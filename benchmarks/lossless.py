@@ -21,9 +21,10 @@ greedily, the loop of `kvjax.generate`.
 - `acceptance`: tokens of a draft of 8 that are right, by method, budget and length
   (`kvjax.evaluate.acceptance`).
 - `selections`: tokens of a step with drafts of `--tokens`, 4 by default, by methods that select in
-  each draft step, and by `verified+METHOD`, which select once in a round, when they verify
-  (`benchmarks/verified.py`). Beside it the bytes that a draft step reads, and on a GPU the
-  microseconds of a draft step and of a verification, of the whole model.
+  each draft step, by `verified+METHOD`, which select once in a round, when they verify, and by
+  `alternate+METHOD`, which select in every second draft step (`benchmarks/verified.py`). Beside
+  it the bytes that a draft step reads, and on a GPU the microseconds of a draft step and of a
+  verification, of the whole model.
 
 What the file has is not measured again by the same code; a part begins only within
 `--minutes`. Without a GPU, `--quick` runs all parts at tiny sizes.
@@ -51,7 +52,7 @@ from layers import show
 from measured import write_rows
 from named import names_of
 from throughput import fill
-from verified import Verified, verified
+from verified import KINDS, Verified, drafting
 
 import kvjax
 from kvjax import PromptLookup, SelfDraft, models
@@ -538,13 +539,14 @@ def accepted_of(
 
 
 def policies_of(method: str) -> Any:
-    """The policies that `METHOD` or `verified+METHOD` names."""
+    """The policies that `METHOD`, `verified+METHOD` or `alternate+METHOD` names."""
     kind, plus, name = method.partition("+")
     if not plus:
         return kvjax.presets.parse(method)
-    if kind != "verified":
-        raise SystemExit(f"--selections takes METHOD or verified+METHOD, got {method}")
-    return verified(kvjax.presets.parse(name))
+    if kind not in KINDS:
+        wanted = ", ".join(f"{kind}+METHOD" for kind in KINDS)
+        raise SystemExit(f"--selections takes METHOD, {wanted}; got {method}")
+    return drafting(kind, kvjax.presets.parse(name))
 
 
 def draft_bytes(cache: Cache, length: int) -> dict[str, int]:
@@ -731,7 +733,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument(
         "--selections",
         nargs="*",
-        type=lambda text: named.caches(marks=("verified+",))(text)[0],
+        type=lambda text: named.caches(marks=tuple(f"{kind}+" for kind in KINDS))(text)[0],
         help="of the part selections; default: METHOD and verified+METHOD of several at a budget of 256",
     )
     parser.add_argument("--lengths", type=numbers, default=[4096, 16384, 31744])
