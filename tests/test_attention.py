@@ -479,6 +479,25 @@ def test_rows_that_take_no_exact_step_read_nothing(policy: kvjax.Policy) -> None
     np.testing.assert_array_equal(after.length, [153, 61, 91])
 
 
+def test_exact_steps_of_several_tokens_read_each_zone_once() -> None:
+    """One kernel takes the queries of all of them; another would read the recent block for each."""
+
+    def new(heads: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((SPEC.batch, 3, heads, SPEC.head_dim), SPEC.dtype)
+
+    cache = jax.eval_shape(lambda: kvjax.init_layer(BASE, SPEC))
+    k = new(SPEC.kv_heads)
+    with kvjax.ops.explained() as calls:
+        jax.eval_shape(
+            lambda *a: kvjax.decode(*a, exact=True, flush=False)[0],
+            cache,
+            new(SPEC.q_heads),
+            k,
+            k,
+        )
+    assert {call.op for call in calls if call.op.startswith("attend")} == {"attend_span"}
+
+
 def test_truncate_says_why_it_cannot_shorten_a_cache() -> None:
     spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=32, capacity=256)
     refused = {

@@ -71,20 +71,27 @@ class Dense(Store):
     ) -> Any:
         steps = recent.stop.shape[1] if recent.stop.ndim == 2 else 1
         history = self._attend_from(st, q, start, steps, logits)
-        # One kernel reads what is beside the history: as slots of a step that selects none.
-        nothing = jnp.zeros((*q.shape[:2], steps, 1), jnp.int32)
-        beside = ops.attend_zones(
-            q,
-            recent.k,
-            recent.v,
-            Selection(nothing, nothing > 0),
-            recent,
-            sink,
-            recent.k.shape[2],
-            logits=logits,
-            part=True,
-        )
-        whole = merge(history, beside)
+        if steps > 1:
+            # A product takes the queries of all steps, so that each zone is read once.
+            zones = [_by_step(zone, steps) for zone in (recent, sink) if zone is not None]
+            whole = merge(
+                history, *(ops.attend_span(q, zone, logits=logits, part=True) for zone in zones)
+            )
+        else:
+            # One kernel reads what is beside the history: as slots of a step that selects none.
+            nothing = jnp.zeros((*q.shape[:2], steps, 1), jnp.int32)
+            beside = ops.attend_zones(
+                q,
+                recent.k,
+                recent.v,
+                Selection(nothing, nothing > 0),
+                recent,
+                sink,
+                recent.k.shape[2],
+                logits=logits,
+                part=True,
+            )
+            whole = merge(history, beside)
         return whole if part else merge_sinks(whole, sinks).out.astype(q.dtype)
 
     def _attend_from(
@@ -167,3 +174,13 @@ class Dense(Store):
             q, st.k, st.v, selection, recent, sink, local, logits=logits, part=True
         )
         return part
+
+
+def _by_step(zone: Span, steps: int) -> Span:
+    """A zone with a span of its own for each step."""
+    rows = zone.k.shape[0]
+
+    def of_each(x: Array) -> Array:
+        return jnp.broadcast_to(x.reshape(rows, -1), (rows, steps))
+
+    return zone._replace(start=of_each(zone.start), stop=of_each(zone.stop))
