@@ -1,7 +1,7 @@
 """Predicted TPOT, bytes, FLOPs and traffic of Llama shapes on groups of GPUs, beside what was
 measured on two and four.
 
-    python benchmarks/scaling.py [--devices FILE]
+    python benchmarks/scaling.py [--devices FILE] [--predict results/predicted.json]
 
 Runs anywhere: it measures nothing. A decode step on one GPU takes
 
@@ -17,6 +17,10 @@ with heads over two GPUs. A layer that selects over devices takes `selection_us`
 `fier` with tokens over two: a constant and a time for each token of a device. All else
 ("cells") is a prediction. Measured is the fastest of four blocks of steps; medians have stray
 pauses of collectives, and are in devices.json.
+
+"four" are steps over four H200s, predicted by `--predict` before they were measured, from steps
+of one and two H200s and the links of four H100s, beside what was measured later. There
+selections over devices, and those by share, were fitted for each method.
 
 "rows" are predictions for groups of 8 H200s (the axis `heads`), and for several such groups
 that share the tokens of a row (the axis `context`). `once`, `fixed` and slopes are those of the
@@ -34,17 +38,19 @@ Gb/s). BETWEEN is an assumption.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import throughput
 from device_time import BYTES_PER_US, H200_BYTES_PER_US
 
-from kvjax.evaluate.provenance import replace_file
+from kvjax.evaluate.provenance import provenance, replace_file
 
 RESULTS = Path(__file__).parent / "results"
 # microseconds that a small collective over nodes takes longer than in a node: assumed
@@ -80,10 +86,12 @@ def axes(row: dict[str, Any]) -> dict[str, int]:
     }
 
 
-def selects_over_devices(row: dict[str, Any]) -> bool:
-    """True if devices make one selection together: of split tokens, but not each its share."""
-    split = axes(row).get("ctx", 1) > 1 and "share" not in row["placement"].split("+")
-    return split and row["method"] != "full"
+def selection_form(row: dict[str, Any]) -> str | None:
+    """How devices select of split tokens: "exact", together, or each its "share"; None if they
+    do not."""
+    if axes(row).get("ctx", 1) == 1 or row["method"] == "full":
+        return None
+    return "share" if "share" in row["placement"].split("+") else "exact"
 
 
 def read_bytes(row: dict[str, Any]) -> float:
@@ -99,7 +107,8 @@ def read_bytes(row: dict[str, Any]) -> float:
 def solved(columns: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
     """The factors of the columns by least squares; 0 for what the rows cannot tell apart."""
     at = np.array(columns, float)
-    scale = np.maximum(np.abs(at).max(axis=0), 1e-30)
+    largest = np.abs(at).max(axis=0)
+    scale = np.where(largest > 0, largest, 1)  # a column of zeros has the factor 0
     return list(np.linalg.lstsq(at / scale, np.array(values), rcond=1e-9)[0] / scale)
 
 
@@ -156,29 +165,41 @@ class Traffic:
 
     links: dict[tuple[int, str], float]  # of a collective of 16 KB over so many GPUs
     step: float = 0.0  # of a collective in a step, beyond that
-    selection: tuple[float, float] = (
-        0.0,
-        0.0,
-    )  # of a layer that selects over devices; and for each token of a device
+    # of a layer that selects over devices, by method and form ("exact" or "share"): a constant,
+    # and for each token of a device
+    selection: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
 
     def of(self, parts: int, counts: dict[str, int]) -> float:
         return sum(
             count * (self.links[parts, kind] + self.step) for kind, count in counts.items()
         )
 
-    def selecting(self, layers: int, tokens: float) -> float:
-        return layers * (self.selection[0] + self.selection[1] * tokens)
+    def of_selection(self, method: str, form: str) -> tuple[float, float]:
+        """What was fitted to the method, or to `fier`; nothing by share unless it was fitted."""
+        for known in (method, "fier") if form == "exact" else (method,):
+            if (known, form) in self.selection:
+                return self.selection[known, form]
+        return 0.0, 0.0
+
+    def selecting(self, layers: int, tokens: float, method: str, form: str = "exact") -> float:
+        constant, each = self.of_selection(method, form)
+        return layers * (constant + each * tokens)
 
 
 class Measured:
     """The steps of devices.json of one kind of GPU, and what the model of a step makes of them."""
 
-    def __init__(self, rows: Sequence[dict[str, Any]], device: str):
+    def __init__(self, rows: Sequence[dict[str, Any]], device: str, links_of: str = ""):
+        """`links_of` is the kind of GPU whose links stand for those of `device`."""
         mine = [r for r in rows if r["device"] == device]
         self.device, self.rate = device, BYTES_PER_US[device]
         self.steps = [r for r in mine if r["part"] == "times" and "tpot_ms" in r]
         self.alone = [r for r in self.steps if not axes(r)]
-        links = [r for r in mine if r["part"] == "links" and r["bytes"] == 1 << 14]
+        links = [
+            r for r in rows
+            if r["device"] == (links_of or device)
+            and r["part"] == "links" and r["bytes"] == 1 << 14
+        ]  # fmt: skip
         self.traffic = Traffic({(r["devices"], r["method"]): r["us"] for r in links})
         self.fits: dict[str, Fit] = {}
         for method in ("full", *sorted({r["method"] for r in self.alone} - {"full"})):
@@ -192,14 +213,20 @@ class Measured:
             if heads
             else (0.0,)
         )
-        over_two = (r for r in self._known() if (r["method"], axes(r)) == ("fier", {"ctx": 2}))
-        tokens = list(filter(selects_over_devices, over_two))
-        layers = [r["layers"] - DENSE["fier"] for r in tokens]
-        each = [
-            [n, n * r["length"] * r["batch"] / 2] for n, r in zip(layers, tokens, strict=True)
-        ]
-        if tokens:
-            self.traffic.selection = tuple(solved(each, [self._missing(r) for r in tokens]))  # type: ignore[assignment]
+        over_two: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for r in self._known():
+            form = selection_form(r)
+            if form and axes(r) == {"ctx": 2}:
+                over_two.setdefault((r["method"], form), []).append(r)
+        for key, steps in over_two.items():
+            layers = [r["layers"] - DENSE.get(key[0], 0) for r in steps]
+            each = [
+                [n, n * r["length"] * r["batch"] / 2]
+                for n, r in zip(layers, steps, strict=True)
+            ]
+            beyond = [self._missing(r, selecting=False) for r in steps]
+            constant, slope = solved(each, beyond)
+            self.traffic.selection[key] = (constant, slope)
 
     def _known(self) -> list[dict[str, Any]]:
         """Steps on several GPUs that the model can predict."""
@@ -210,10 +237,10 @@ class Measured:
             and all((math.prod(axes(r).values()), kind) in kinds for kind in r["collectives"])
         ]  # fmt: skip
 
-    def _missing(self, row: dict[str, Any]) -> float:
-        return 1e3 * float(row["tpot_ms_min"]) - self.time(row)
+    def _missing(self, row: dict[str, Any], *, selecting: bool = True) -> float:
+        return 1e3 * float(row["tpot_ms_min"]) - self.time(row, selecting=selecting)
 
-    def time(self, row: dict[str, Any]) -> float:
+    def time(self, row: dict[str, Any], *, selecting: bool = True) -> float:
         sizes, fit = axes(row), self.fits[row["method"]]
         parts = math.prod(sizes.values())
         tokens = row["length"] * row["batch"] / parts
@@ -222,8 +249,10 @@ class Measured:
             + read_bytes(row) / self.rate
             + self.traffic.of(parts, row["collectives"])
         )
-        if selects_over_devices(row):
-            time += self.traffic.selecting(row["layers"] - (fit.dense or 0), tokens)
+        form = selection_form(row)
+        if selecting and form is not None:
+            layers = row["layers"] - (fit.dense or 0)
+            time += self.traffic.selecting(layers, tokens, row["method"], form)
         return time
 
     def cells(self) -> list[dict[str, Any]]:
@@ -309,13 +338,109 @@ def row(
                 traffic.of(widest, {"all-gather": 1}) + BETWEEN
             )
             gathers += (
-                traffic.selecting(selecting, share) + rows * moved * (groups - 1) / NETWORK
+                traffic.selecting(selecting, share, "fier")
+                + rows * moved * (groups - 1) / NETWORK
             )
         found[f"{method}_context_ms"] = round(gathers / 1e3, 2)
         found[f"{method}_cache_gb"] = round(cache / 1e9, 1)
         whole = fits[method].time(layers, share) + read / H200_BYTES_PER_US + time + gathers
         found[f"{method}_tpot_ms"] = (
             round(whole / 1e3, 2) if weights + cache < 0.95 * MEMORY else None
+        )
+    return found
+
+
+# ------------------------------------------------------------------------------- four H200s
+
+H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+OVER_FOUR = ("ctx=4+share", "ctx=4", "model=4", "model=2+ctx=2+share", "model=2+ctx=2")
+ALL = ("fier", "full", "quest", "pariskv")
+PLANNED = (  # shape, layers, tokens of a row, rows, methods, placements
+    ("llama-3.1-8b", 16, 1048576, 1, ALL, OVER_FOUR),
+    ("llama-3.1-8b", 16, 524288, 1, ALL, OVER_FOUR),
+    ("llama-3.1-8b", 16, 131072, 2, ALL, OVER_FOUR),
+    ("llama-3.1-8b", 16, 1048576, 4, ALL, OVER_FOUR),
+    ("llama-3.1-70b", 16, 131072, 1, ("full", "fier"), OVER_FOUR[3:]),
+)
+
+
+def weight_bytes(shape: str, layers: int, model: int, context: int) -> float:
+    """Bytes of weights of a device, of axes of such sizes."""
+    config = throughput.SHAPES[shape]
+    hidden, head = config.hidden_size, config.head_dim
+    attention = 2 * layers * hidden * head * (config.q_heads + config.kv_heads)
+    rest = layers * 3 * hidden * config.intermediate_size + 2 * config.vocab_size * hidden
+    return 2 * (attention / model + rest / model / context)
+
+
+def collective_counts(method: str, layers: int, model: int, form: str | None) -> dict[str, int]:
+    """Collectives of the decode loop, as rows of two GPUs have them; `form` is that of split
+    tokens, None if they are not split."""
+    gathers, sums = 1, layers + 4
+    if model > 1:
+        sums += layers
+    if form is not None:
+        gathers += layers
+    if form == "exact" and method != "full":
+        gathers += 2 * (layers - DENSE.get(method, 0))
+        if method == "pariskv":
+            sums += layers  # of votes
+    return {"all-gather": gathers, "all-reduce": sums}
+
+
+def predictions(measured: Measured) -> list[dict[str, Any]]:
+    """Steps over four GPUs, of one GPU's steps, those over two, and the links of four."""
+    found = []
+    for shape, layers, length, batch, methods, placements in PLANNED:
+        for placement, method in itertools.product(placements, methods):
+            by_share = "share" in placement
+            if method == "full" and by_share:
+                continue  # the program of exact selections
+            row: dict[str, Any] = {"shape": shape, "layers": layers, "method": method}
+            row |= {"placement": placement, "length": length, "batch": batch}
+            sizes = axes(row)
+            model, context = sizes.get("model", 1), sizes.get("ctx", 1)
+            form = None if context == 1 else "share" if by_share else "exact"
+            whole = row | {
+                "weight_bytes": weight_bytes(shape, layers, model, context),
+                "collectives": collective_counts(method, layers, model, form),
+            }
+            found.append(row | {"predicted_ms": round(measured.time(whole) / 1e3, 2)})
+    return found
+
+
+def predict(rows: Sequence[dict[str, Any]], out: Path) -> None:
+    """Writes what the model says of steps over four H200s, before they are measured."""
+    measured = Measured(rows, H200, links_of=H100)
+    about = {
+        "what": "milliseconds of a step over four H200s, predicted before they were measured",
+        "from": "devices.json, one and two H200s, and the links of four H100s",
+        "rows": predictions(measured),
+        **provenance(),
+    }
+    replace_file(out, json.dumps(about, indent=1) + "\n")
+
+
+def beside(rows: Sequence[dict[str, Any]], predicted: Sequence[dict[str, Any]]) -> list[Any]:
+    """The predicted steps of four H200s, with what was measured; None if it was not."""
+    key = ("shape", "layers", "method", "placement", "length", "batch")
+    times = {
+        tuple(r[name] for name in key): r["tpot_ms_min"]
+        for r in rows
+        if r["device"] == H200 and r["part"] == "times" and "tpot_ms_min" in r
+    }
+    found = []
+    for r in predicted:
+        own = times.get(tuple(r[name] for name in key))
+        one = times.get(tuple("none" if name == "placement" else r[name] for name in key))
+        found.append(
+            r
+            | {
+                "one_gpu_ms": one and round(one, 2),
+                "measured_ms": own and round(own, 2),
+                "of_one_gpu": own and one and round(own / one, 2),
+                "off_percent": own and round(100 * (own / r["predicted_ms"] - 1)),
+            }
         )
     return found
 
@@ -330,8 +455,15 @@ def main() -> None:
         default=RESULTS / "devices.json",
         help="rows of benchmarks/devices.py",
     )
-    rows = json.loads(parser.parse_args().devices.read_text())["rows"]
-    measured = Measured(rows, "NVIDIA H100 80GB HBM3")
+    parser.add_argument(
+        "--predict", type=Path, help="only write predictions of four H200s to this file"
+    )
+    given = parser.parse_args()
+    rows = json.loads(given.devices.read_text())["rows"]
+    if given.predict:
+        predict(rows, given.predict)
+        return
+    measured = Measured(rows, H100)
     ends = json.loads((RESULTS / "end_to_end.json").read_text())["rows"]
     fits: dict[str, Fit] = {}
     for method in METHODS:
@@ -343,6 +475,7 @@ def main() -> None:
         assert found is not None, f"end_to_end.json has {method} at one size"
         fits[method] = found
     traffic = measured.traffic
+    selection = traffic.of_selection("fier", "exact")
     about = {
         "what": f"predicted, not run: groups of {GROUP} H200s, heads split over a group and tokens over groups; cells: "
         "predicted, and measured on two and four H100s",
@@ -350,7 +483,7 @@ def main() -> None:
         "constants": {
             "links_us": {f"{kind}, {n} GPUs": us for (n, kind), us in traffic.links.items()},
             "step_us": round(traffic.step, 2),
-            "selection_us": [round(traffic.selection[0], 1), round(1e3 * traffic.selection[1], 4)],
+            "selection_us": [round(selection[0], 1), round(1e3 * selection[1], 4)],
             "between_us": BETWEEN,
             "nvlink_bytes_us": NVLINK,
             "network_bytes_us": NETWORK,
@@ -363,13 +496,14 @@ def main() -> None:
         },
         "crossing": measured.crossings(),
         "cells": measured.cells(),
+        "four": beside(rows, json.loads((RESULTS / "predicted.json").read_text())["rows"]),
         "rows": [row(model, *size, n, fits, traffic) for model in SHAPES for size in SIZES for n in ROWS],
     }  # fmt: skip
     replace_file(RESULTS / "scaling.json", json.dumps(about, indent=1) + "\n")
     print(
         json.dumps({name: about[name] for name in ("constants", "fits", "crossing")}, indent=1)
     )
-    for line in [*about["cells"], *about["rows"]]:
+    for line in [*about["cells"], *about["four"], *about["rows"]]:
         print(" | ".join(map(str, line.values())))
 
 
