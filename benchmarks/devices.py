@@ -17,20 +17,25 @@ of bfloat16 over a synthetic cache, medians over blocks of steps. Each decode lo
 program, so they include one call from the host per block. `--prompt` also measures the time
 until the logits after a prompt, and the difference of the logits from those of one GPU, in
 standard deviations of the logits. `--links` measures all-reduces and all-gathers of the sizes
-that a step has. `--shape llama-3.1-70b --layers 80` needs four GPUs of 80 GB; no device ever
-holds more than its parts of the weights. A cell that fails, as for lack of memory, is a row
-that says so.
+that a step has. `--drafts` times, in each cell of a method that selects, a draft step and a
+verification of 5 tokens by full attention, each taken back, and in those of `full` a step.
+`--shape llama-3.1-70b --layers 80` needs four GPUs of 80 GB; no device ever holds more than its
+parts of the weights. A cell that fails, as for lack of memory, is a row that says so.
+
+`full` selects nothing, so by share it runs the program of an exact selection, and is left out if
+that is asked for, too.
 
 Each row is written to results/devices.json as soon as it is measured, and replaces the row of
-the same sizes. It has the bytes of weights and cache of one device, the floor (the weights over
-the memory's bandwidth, without the traffic between devices), and the collectives of the decode
-loop.
+the same sizes; with `--missing`, times and drafts that the file has are not measured again. It
+has the bytes of weights and cache of one device, the floor (the weights over the memory's
+bandwidth, without the traffic between devices), and the collectives of the decode loop.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import re
 import signal
 import time
@@ -50,10 +55,12 @@ from device_time import bytes_per_us
 from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 from layers import implementation, out_of, save, show
+from lossless import take_steps, time_steps
 from named import names_of
 
 import kvjax
 from kvjax import PerLayer, Placement, presets
+from kvjax.compiling import Program
 from kvjax.generation import Generation, Stream, generate, prefill
 from kvjax.memory import nbytes
 from kvjax.models import Decoder, distribute
@@ -76,7 +83,7 @@ METHODS: dict[str, Callable[[int], PerLayer]] = {
 # A page of quest becomes a page for each device where tokens are split, which is another cache:
 # one chunk for all.
 CHECKED = METHODS | {"quest": partial(presets.quest, dense_capacity=0, chunk=128)}
-KEY = ("part", "method", "placement", "layers", "length", "batch", "budget", "device")
+KEY = ("part", "method", "placement", "shape", "layers", "length", "batch", "budget", "device")
 COLLECTIVE = re.compile(
     r" = .*? (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
 )
@@ -278,6 +285,33 @@ def decode_time(run: Stream, *, block: int, blocks: int) -> tuple[dict[str, Any]
     return row, first
 
 
+def round_steps(method: str) -> dict[str, tuple[int, bool]]:
+    """Tokens of the steps of a round that drafts by a selection, and whether a step is by full
+    attention; a step of `full` to compare with."""
+    if method == "full":
+        return {"step_ms": (1, False)}
+    return {"draft_ms": (1, False), "verify_5_ms": (5, True)}
+
+
+def draft_times(
+    model: Decoder, cache: kvjax.Cache, method: str, count: int
+) -> dict[str, float]:
+    """Milliseconds of `round_steps`."""
+    found: dict[str, float] = {}
+    for name, (tokens, exact) in round_steps(method).items():
+        took, cache = time_steps(model, cache, tokens, exact, count)
+        found[name] = round(took, 4)
+    return found
+
+
+def shape_of(leaf: Any) -> Any:
+    """The shape of an array, on its mesh if it has one; other leaves as they are."""
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    home = leaf.sharding if isinstance(leaf.sharding, jax.NamedSharding) else None
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=home)
+
+
 def device_has_stats() -> bool:
     return jax.devices()[0].memory_stats() is not None
 
@@ -362,6 +396,10 @@ def main(args: Sequence[str] | None = None) -> None:
         default=0,
         help="compile the cells before, so many at once; needs JAX_COMPILATION_CACHE_DIR",
     )
+    parser.add_argument("--drafts", action="store_true", help="time drafts, too")
+    parser.add_argument(
+        "--missing", action="store_true", help="leave out what the file of --out has"
+    )
     parser.add_argument("--no-check", action="store_true", help="compare no tokens")
     parser.add_argument("--no-times", action="store_true", help="time no steps")
     parser.add_argument(
@@ -405,6 +443,7 @@ def main(args: Sequence[str] | None = None) -> None:
     names = [*([] if given.no_none else ["none"]), *(name for name in names if name != "none")]
     places = {name: placement_of(name, jax.devices()) for name in names}
     rows: list[dict[str, Any]] = []
+    out = out_of(given, "devices.json")
 
     def keep(part: str, method: str, name: str, found: dict[str, Any]) -> None:
         asked = {
@@ -417,7 +456,7 @@ def main(args: Sequence[str] | None = None) -> None:
         rows.append({"part": part, "method": method, "placement": name, **asked, **found})
         show(rows[-1])
         save(
-            out_of(given, "devices.json"),
+            out,
             "one GPU against several. tokens: those of a small model in float32. times: milliseconds a step of the "
             "shape of a Llama in bfloat16 by the host's clock, medians of 4 blocks of 32 steps of one program; "
             "keys, values and weights normal; floor: bytes of the weights of a device over the rate of its memory. "
@@ -504,7 +543,13 @@ def main(args: Sequence[str] | None = None) -> None:
         cell: tuple[str, str, int, int], pool: ThreadPoolExecutor
     ) -> dict[str, Any]:
         run, _ = begin(*cell, filled=False)
-        pool.submit(run.programs()[0].lower().compile)
+        decoding = run.programs()[0]
+        # shapes hold no cache while others are compiled
+        like = jax.tree.map(shape_of, decoding.args)
+        pool.submit(Program(decoding.function, like, decoding.static).compile)
+        for tokens, exact in round_steps(cell[0]).values() if given.drafts else ():
+            how = {"T": tokens, "exact": exact, "count": block}
+            pool.submit(Program(take_steps, like[:2], how).compile)
         return {}
 
     def decode(method: str, name: str, length: int, batch: int) -> dict[str, Any]:
@@ -513,12 +558,26 @@ def main(args: Sequence[str] | None = None) -> None:
         same = np.mean(first == alone.setdefault((method, length, batch), first))
         return {**row, **times, "share_of_same_tokens": round(float(same), 4)}
 
+    known = (
+        json.loads(out.read_text())["rows"] if given.missing and out and out.is_file() else []
+    )
+
+    def wanted(part: str, method: str, name: str, length: int, batch: int) -> bool:
+        """True if the rows are split evenly, and no other row says as much."""
+        place = places[name]
+        if place is not None and batch % place.mesh.shape["data"]:
+            return False
+        if method == "full" and name.removesuffix("+share") in set(places) - {name}:
+            return False
+        asked = (part, method, name, given.shape, config.layers, length, batch, given.budget)
+        return not any(
+            "error" not in row and asked == tuple(row[key] for key in KEY[:-1]) for row in known
+        )
+
     cells = [
         (method, name, *size) for name in places for size in sizes for method in given.methods
     ]
-    left = [] if given.no_times else [
-        cell for cell in cells if places[cell[1]] is None or cell[3] % places[cell[1]].mesh.shape["data"] == 0
-    ]  # fmt: skip
+    left = [] if given.no_times else [cell for cell in cells if wanted("times", *cell)]
     with ThreadPoolExecutor(
         given.ahead or 1
     ) as pool:  # programs of all cells at once, kept by jax's cache on disk
@@ -529,6 +588,19 @@ def main(args: Sequence[str] | None = None) -> None:
         method, name, length, batch = left.pop(0)
         found = tried(partial(decode, method, name, length, batch))
         keep("times", method, name, {**found, "length": length, "batch": batch})
+
+    def draft(method: str, name: str, length: int, batch: int) -> dict[str, Any]:
+        run, row = begin(method, name, length, batch)
+        cache = run.cache
+        del run
+        return {**row, **draft_times(kept[name], cache, method, block)}
+
+    rounds = [cell for cell in cells if wanted("drafts", *cell)] if given.drafts else []
+    while rounds and time.monotonic() < end:
+        method, name, length, batch = rounds.pop(0)
+        found = tried(partial(draft, method, name, length, batch))
+        keep("drafts", method, name, {**found, "length": length, "batch": batch})
+    left += rounds
     if left:
         print(
             "no time left for",
