@@ -134,7 +134,7 @@ def measure_step(
     parts = {name: sum(each) / CALLS for name, each in found.items()}
     row["kernels"] = sum(map(len, found.values())) / CALLS
     row["kernels_us"] = by_kind(parts)
-    row["largest"] = dict(sorted(parts.items(), key=lambda part: -part[1])[:12])
+    row["largest"] = largest(parts, 12)
     return row, held[0]
 
 
@@ -229,8 +229,16 @@ def measure_loop(
         layers = model.config.layers
         row["rounds"] = _count(found, "kvjax_put_tokens") / layers
         row["draft_steps"] = _count(found, "kvjax_put_token_") / layers
-        row["kernels_us"] = by_kind({name: sum(each) for name, each in found.items()})
+        parts = {name: sum(each) for name, each in found.items()}
+        row["kernels_us"] = by_kind(parts)
+        row["largest"] = largest(parts, 40)
+        row["runs"] = {name: len(found[name]) for name in row["largest"]}
     return row
+
+
+def largest(parts: dict[str, float], count: int) -> dict[str, float]:
+    """The kernels that take longest, and their microseconds."""
+    return dict(sorted(parts.items(), key=lambda part: -part[1])[:count])
 
 
 def _count(found: dict[str, list[float]], name: str) -> int:
