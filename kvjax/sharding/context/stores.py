@@ -130,9 +130,10 @@ class StripedStore(Wrapper):
         )
 
         def of_first(zone: Span) -> Span:
-            return zone._replace(
-                start=jnp.where(self.stripes.device == 0, zone.start, zone.stop)
-            )
+            # Past its slots on other devices. That does not depend on the layer's count, so all
+            # layers share one kernel.
+            past = zone.k.shape[2] * jnp.minimum(self.stripes.device, 1)
+            return zone._replace(start=zone.start + past)
 
         zones = of_first(recent), None if sink is None else of_first(sink), local
         part = self.store.attend_zones_part(self._own(st), q, own, *zones, logits=logits)
