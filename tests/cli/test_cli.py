@@ -1194,3 +1194,35 @@ def test_compare_counts_what_drafts_would_be_right(kvjax, checkpoint):
     assert fier["same"] == len(full["token_ids"])
     assert full["tokens_per_step"] is None
     assert fier["tokens_per_step"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ((), ["_start_devices", "_only_cache", "make_placement"]),
+        (
+            ("--distributed",),
+            ["_only_cache", "join_processes", "_start_devices", "make_placement"],
+        ),
+    ],
+)
+def test_a_driver_starts_before_imports_but_after_processes_have_joined(
+    kvjax, monkeypatch, options, wanted
+):
+    order = []
+
+    def note(name, result=None):
+        def noted(*given):
+            order.append(name)
+            if isinstance(result, Exception):
+                raise result
+            return result
+
+        monkeypatch.setattr(f"kvjax.cli.generate.{name}", noted)
+
+    note("_only_cache", "full")
+    note("_start_devices")
+    note("join_processes")
+    note("make_placement", ValueError("far enough"))
+    assert kvjax("generate", "--prompt", "a", *options)[0] == 2
+    assert order == wanted
