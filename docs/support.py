@@ -267,6 +267,9 @@ def page() -> str:
         )
     ]
     families = [[f"`{name}`", MODELS[name]] for name in sorted(models.FAMILIES)]
+    missing = [
+        [f"`{name}`", models.weights.MISSING[name]] for name in sorted(models.weights.MISSING)
+    ]
     return f"""# Support matrix
 
 `python -m docs.support` writes this page: it tries each feature on each method. Methods run on every platform of JAX,
@@ -380,8 +383,12 @@ works with every model without a sliding window; the first table has those that 
 `kvjax.presets.windowed` gives layers with a window a cache of that window, beside any method for the others.
 
 {table(["`model_type`", "models"], families)}
+
 Refused with an error: other architectures, the parts of a model that see images, weights quantised in other ways than
-MXFP4, bidirectional attention, and fields of a config that would change results and that no family implements."""
+MXFP4, bidirectional attention, and fields of a config that would change results and that no family implements. Of these
+architectures the error says what is missing:
+
+{table(["`model_type`", "needs"], missing)}"""
 
 
 if __name__ == "__main__":

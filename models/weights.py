@@ -609,6 +609,31 @@ def _text_name(name: str) -> str | None:
     return inner if inner == _HEAD or inner.startswith(_BASE) else _BASE + inner
 
 
+# What families that people ask for need, and kvjax has not; `docs/support.md` lists it.
+_LATER_GEMMA = (
+    "layers that read the keys and values of another layer and take inputs of their own"
+)
+_MAMBA = "Mamba-2 layers"
+_LATENT = "attention over latent vectors (MLA)"
+MISSING = {
+    "gemma3n_text": f"{_LATER_GEMMA}, and streams of activations beside the main one (AltUp)",
+    "gemma4_text": f"{_LATER_GEMMA}, and heads of another size in layers without a window",
+    "granitemoehybrid": _MAMBA,
+    "nemotron_h": _MAMBA,
+    "falcon_h1": f"{_MAMBA} beside attention in one layer",
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+}
+
+
+def _why_missing(kind: str | None) -> str:
+    """What a family needs that kvjax has not, as a clause; "" if that is not known."""
+    if kind is None:
+        return ""
+    needed = MISSING.get(kind) or MISSING.get(f"{kind}_text")
+    return f", because it needs {needed}" if needed else ""
+
+
 def find_family(fields: Fields) -> Family:
     """The family of a config, by its model_type and architectures.
 
@@ -636,8 +661,8 @@ def find_family(fields: Fields) -> Family:
     if family is None or (architectures and family.architecture not in architectures):
         named = ", ".join(architectures) or "no architecture"
         raise ValueError(
-            f"{fields.source} is of {named} (model_type {fields.raw.get('model_type')}), which is not supported; "
-            f"supported are {supported}"
+            f"{fields.source} is of {named} (model_type {fields.raw.get('model_type')}), which is not "
+            f"supported{_why_missing(kind)}; supported are {supported}"
         )
     return family
 

@@ -53,8 +53,8 @@ from kvjax.kernels_pallas.simt import (
 )
 
 MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/top_k_grouped.json
-# words: largest and sum by head and warp; after them by head of the block, and its log
 LoadLogs = Callable[[int, int | Word], list[Word]]  # of so many heads from a number on
+# words: largest and sum by head and warp; after them by head of the block, and its log
 STATS = 32 * MOST_HEADS * 2
 Parts = Sequence[tuple[Any, Any]]
 

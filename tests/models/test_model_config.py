@@ -463,3 +463,21 @@ def test_fields_that_change_nothing_are_accepted(fields):
 def test_a_decoder_config_checks_itself(change, said):
     with pytest.raises(ValueError, match=said):
         dataclasses.replace(TINY, **{"windows": (), **change})
+
+
+@pytest.mark.parametrize(
+    ("kind", "needs"),
+    [
+        ("gemma3n", "layers that read the keys and values of another layer"),
+        ("gemma4_text", "layers that read the keys and values of another layer"),
+        ("nemotron_h", "Mamba-2 layers"),
+        ("deepseek_v3", "attention over latent vectors"),
+    ],
+)
+def test_families_that_people_ask_for_are_refused_with_what_they_need(kind, needs):
+    with pytest.raises(ValueError, match=f"not supported, because it needs {needs}"):
+        read(model_type=kind)
+
+
+def test_no_family_is_both_read_and_refused():
+    assert not models.weights.MISSING.keys() & models.FAMILIES.keys()
