@@ -23,7 +23,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kvjax.kernels_pallas.tpu.tiles import HEADS, LANES, product
+from kvjax.kernels_pallas.tpu.tiles import HEADS, LANES, far, product
 
 TILE = 16  # tokens of a tile of bf16 in the fast memory
 MOST_BYTES = 8 << 20  # of the fast memory, for two lists' keys and values
@@ -95,8 +95,8 @@ def attend_pages(
             in_specs=[
                 of_list(HEADS, q.shape[3]),
                 of_list(1, room),
-                pl.BlockSpec(memory_space=pl.ANY),
-                pl.BlockSpec(memory_space=pl.ANY),
+                pl.BlockSpec(memory_space=pltpu.HBM),
+                pl.BlockSpec(memory_space=pltpu.HBM),
             ],
             out_specs=[of_list(HEADS, v.shape[3]), of_list(HEADS, LANES)],
             scratch_shapes=[two_lists(k), two_lists(v), pltpu.SemaphoreType.DMA((2, 2))],
@@ -108,7 +108,7 @@ def attend_pages(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         interpret=interpret,
         name="kvjax_attend_pages",
-    )(pages, heads, flags, k, v)
+    )(pages, heads, flags, *(far(a, interpret) for a in (k, v)))
     out = out[:, : G // H].reshape(B, K, G, -1)
     return out, lse[:, : G // H, 0].reshape(B, K, G)
 

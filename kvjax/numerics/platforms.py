@@ -68,6 +68,20 @@ def reaches_tpus() -> bool:
     return jax.default_backend() == "tpu" or _has_libtpu()
 
 
+def gathers_by_sparsecores() -> bool:
+    """True if the TPU that a program is traced for has SparseCores to which its compiler gives
+    gathers: this process's, or that of the mesh of `jax.sharding.use_abstract_mesh`.
+    """
+    from jax.experimental.pallas import tpu
+
+    try:
+        chip = tpu.get_tpu_info()
+    except ValueError:  # the device is no TPU
+        return False
+    # Seen of v6e and TPU7x; older ones have SparseCores for other work.
+    return chip.sparse_core is not None and chip.generation >= 6
+
+
 @functools.cache
 def _has_libtpu() -> bool:
     return find_spec("libtpu") is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from kvjax.numerics.partial import (
     merge,
     merge_sinks,
 )
-from kvjax.numerics.platforms import for_tpu
+from kvjax.numerics.platforms import for_tpu, gathers_by_sparsecores
 from kvjax.numerics.selection import PackedSelection, Selection, membership, split_selection
 from kvjax.numerics.types import Float
 from kvjax.ops import kernels
@@ -70,6 +71,26 @@ def attend_span(
     return whole if part else merge_sinks(whole, sinks).out.astype(q.dtype)
 
 
+def _slots_on_tpu_limit(a: Any) -> str | None:
+    if gathers_by_sparsecores():
+        return "the SparseCores of this TPU gather tokens faster than a kernel reads them"
+    if _pages_on_tpu_limit(a) is None:
+        return None
+    return kernels.tpu.attend_groups.unsupported(a.q, a.k, a.v, a.selection.slots)
+
+
+def _pages_on_tpu_limit(a: Any) -> str | None:
+    return kernels.tpu.attend_pages.unsupported(a.q, a.k, a.v, a.selection.slots, a.together)
+
+
+def _slots_on_tpu(a: Any) -> PartialAttention:
+    attend = kernels.tpu.attend_groups.attend_groups
+    if _pages_on_tpu_limit(a) is None:
+        attend = partial(kernels.tpu.attend_pages.attend_pages, together=a.together)
+    part = attend(a.q, a.k, a.v, *a.selection, scale=a.logits.scale, cap=a.logits.cap)
+    return PartialAttention(*part)
+
+
 @op(
     kernel=lambda: kernels.attend_slots,
     static_argnames=("logits", "together"),
@@ -80,22 +101,7 @@ def attend_span(
             a.q, a.k, a.v, *a.selection, scale=a.logits.scale, cap=a.logits.cap
         )
     ),
-    on_tpu=OnTpu(
-        limit=lambda a: kernels.tpu.attend_pages.unsupported(
-            a.q, a.k, a.v, a.selection.slots, a.together
-        ),
-        mosaic=lambda a: PartialAttention(
-            *kernels.tpu.attend_pages.attend_pages(
-                a.q,
-                a.k,
-                a.v,
-                *a.selection,
-                together=a.together,
-                scale=a.logits.scale,
-                cap=a.logits.cap,
-            )
-        ),
-    ),
+    on_tpu=OnTpu(limit=_slots_on_tpu_limit, mosaic=_slots_on_tpu),
 )
 def attend_slots(
     q: Float[Array, "B K G D"],
@@ -111,7 +117,8 @@ def attend_slots(
     PartialAttention over Q = G.
 
     `implementation`: see `explain`. The kernel gathers and attends at once; its products read q
-    in the dtype of k. `together`: see `gather_slots`; the kernel for TPUs reads whole pages.
+    in the dtype of k. `together`: see `gather_slots`. A TPU without SparseCores has kernels that
+    read whole pages, or the groups of 128 tokens that hold a selected one.
     """
     kg, vg = gather_slots(k, v, selection, together=together)
     return attend_gathered(q, kg, vg, selection, logits=logits)

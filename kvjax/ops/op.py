@@ -252,9 +252,12 @@ class Op(Generic[P, R]):
         return self._mosaic(self._bind(*args, **kwargs))
 
     def _told_on_tpu(self, a: SimpleNamespace) -> Explanation | None:
-        """Explains that this process runs the kernel for TPUs by default; None if it does not."""
-        if jax.default_backend() != "tpu" or self._why_not_on_tpu(a) is not None:
+        """Explains whether this process runs the kernel for TPUs by default; None if it has no
+        TPU, or the operation no such kernel."""
+        if jax.default_backend() != "tpu" or self._on_tpu is None:
             return None
+        if why := self._why_not_on_tpu(a):
+            return Explanation(self.name, "xla", why)
         unproven = "compiled by the TPU's compiler and interpreted, never run on a chip"
         return Explanation(self.name, "mosaic", unproven, measured=False)
 

@@ -1,15 +1,17 @@
 """Kernels for TPUs against their references, in Pallas' interpreter."""
 
-from functools import partial
+from collections.abc import Callable
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from kvjax import ops
-from kvjax.kernels_pallas.tpu import attend_pages, score_1bit, score_pages
+from kvjax.kernels_pallas.tpu import attend_groups, attend_pages, score_1bit, score_pages
 from kvjax.numerics import platforms
 from kvjax.numerics.partial import Logits
 from kvjax.numerics.quant import OneBit, quantize_1bit
@@ -298,6 +300,74 @@ def test_limits_of_attend_pages_are_named(D, G, S, M, together, dtype, why) -> N
         attend_pages.attend_pages(q, k, v, slots, valid, together=together, scale=0.1)
 
 
+GROUPS = 20  # so that the fullest list has three parts
+
+
+@lru_cache
+def attend_by_groups(strict: bool, cap: float | None) -> Callable[..., tuple[jax.Array, ...]]:
+    interpret = STRICT if strict else True
+    run = partial(attend_groups.attend_groups, scale=0.1, cap=cap, interpret=interpret)
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize(
+    ("case", "strict"),
+    [
+        *((case, False) for case in ("random", "equal keys", "huge scores", "ragged", "none")),
+        *((case, False) for case in ("one group", "capped")),
+        ("ragged", True),
+    ],
+)
+def test_attention_over_groups_is_that_over_single_tokens(case: str, strict: bool) -> None:
+    """Two lists of a KV head have tokens of their own; all others of a group hold NaN."""
+    rng = np.random.default_rng(0)
+    B, K, G, H, S, M = 2, 2, 4, 2, GROUPS * 128, 70
+    q = jnp.asarray(rng.normal(size=(B, K, G, 128)), jnp.bfloat16)
+    k, v = rng.normal(size=(2, B, K, S, 128))
+    slots = np.array([rng.permutation(S)[:M] for _ in range(B * K * H)])
+    slots = slots.reshape(B, K, H, M).astype(np.int32)
+    valid = np.ones(slots.shape, bool)
+    if case == "equal keys":
+        k[:] = 0.5
+    if case == "huge scores":
+        k *= 1e4
+    if case == "ragged":  # a row with no token comes between others
+        valid = rng.random(slots.shape) < 0.3
+        valid[0, 1] = valid[1, 0, 1] = False
+    if case == "none":
+        valid[:] = False
+    if case == "one group":
+        slots = (np.argsort(rng.random((B, K, H, 128)), axis=3)[..., :M] + 640).astype(np.int32)
+    for b, h in np.ndindex(B, K):
+        others = np.setdiff1d(np.arange(S), slots[b, h][valid[b, h]])
+        k[b, h, others] = v[b, h, others] = np.nan
+    k, v = (jnp.asarray(a, jnp.bfloat16) for a in (k, v))
+
+    logits = Logits(0.1, cap=5.0 if case == "capped" else None)
+    run = attend_by_groups(strict, logits.cap)
+    got_out, got_lse = run(q, k, v, jnp.asarray(slots), jnp.asarray(valid))
+    out, lse, allowed = attend_exactly(q, k, v, slots, valid, logits)
+    np.testing.assert_allclose(got_lse, lse, rtol=1e-5, atol=1e-4)
+    assert (np.abs(np.asarray(got_out) - out) <= 2 * allowed + 1e-6).all()
+
+
+@pytest.mark.parametrize(
+    ("D", "G", "S", "dtype", "why"),
+    [
+        (64, 4, 1024, jnp.bfloat16, "head sizes"),
+        (128, 9, 1024, jnp.bfloat16, "query heads"),
+        (128, 4, 1000, jnp.bfloat16, "whole groups"),
+        (128, 4, 1024, jnp.float16, "in bf16"),
+        (128, 4, 1 << 25, jnp.bfloat16, "groups in all"),
+    ],
+)
+def test_limits_of_attend_groups_are_named(D, G, S, dtype, why) -> None:
+    q, k = (jax.ShapeDtypeStruct((1, 1, n, D), dtype) for n in (G, S))
+    slots, valid = (jax.ShapeDtypeStruct((1, 1, 1, 32), dtype) for dtype in (jnp.int32, bool))
+    with pytest.raises(NotImplementedError, match=why):
+        attend_groups.attend_groups(q, k, k, slots, valid, scale=0.1)
+
+
 # ----------------------------------------------------------------------------------- dispatch
 
 
@@ -348,8 +418,31 @@ def test_pages_are_scored_and_read_by_kernels_only_in_a_program_for_a_tpu(
         return jax.jit(run).trace(*args).lower(lowering_platforms=(platform,)).as_text()
 
     assert text("tpu", PAGE).count("tpu_custom_call") == 2
-    assert text("tpu", 1).count("tpu_custom_call") == 1  # single tokens are gathered
+    assert text("tpu", 1).count("tpu_custom_call") == 2
+    for chip, kernels in (("TPU v5 lite", 2), ("TPU v6 lite", 1), ("TPU7x", 1)):
+        device = AbstractDevice(platform="tpu", device_kind=chip, num_cores=1)
+        with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+            # SparseCores gather pages and tokens.
+            assert text("tpu", PAGE).count("tpu_custom_call") == kernels
+            assert text("tpu", 1).count("tpu_custom_call") == kernels
     assert "custom_call" not in text("cpu", PAGE)
+
+
+@pytest.mark.parametrize(
+    ("chip", "implementation", "why"),
+    [("TPU v5 lite", "mosaic", "never run on a chip"), ("TPU7x", "xla", "SparseCores")],
+)
+def test_explain_says_what_a_tpu_reads_tokens_with(
+    chip: str, implementation: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    q, k = (jax.ShapeDtypeStruct((1, 1, n, 128), jnp.bfloat16) for n in (4, 4096))
+    slots, valid = (jax.ShapeDtypeStruct((1, 1, 1, 64), dtype) for dtype in (jnp.int32, bool))
+    device = AbstractDevice(platform="tpu", device_kind=chip, num_cores=1)
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        told = ops.explain("attend_slots", q, k, k, Selection(slots, valid), logits=LOGITS)
+    assert told.implementation == implementation
+    assert why in told.reason
 
 
 def test_a_reference_that_is_asked_for_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,6 +466,23 @@ def test_the_kernel_has_the_derivative_of_the_reference_and_is_mapped(interprete
 
     several = jnp.stack([q, 2 * q])
     np.testing.assert_allclose(jax.vmap(kernel)(several)[1], kernel(2 * q), rtol=1e-6)
+
+
+@pytest.mark.parametrize("together", [1, PAGE])
+def test_kernels_that_read_a_cache_where_it_lies_are_mapped(
+    together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caches of several maps stay in the main memory, too, for which jax has no rule."""
+    monkeypatch.setattr(platforms, "reaches_tpus", lambda: True)
+    q, k = (jax.ShapeDtypeStruct((2, 1, 1, n, 128), jnp.bfloat16) for n in (4, 1024))
+    slots, valid = (jax.ShapeDtypeStruct((2, 1, 1, 1, 64), a) for a in (jnp.int32, bool))
+
+    def run(q, k, slots, valid):
+        selection = Selection(slots, valid)
+        return ops.attend_slots(q, k, k, selection, logits=LOGITS, together=together)
+
+    traced = jax.jit(jax.vmap(run)).trace(q, k, slots, valid)
+    assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
 
 
 def test_on_one_device_keeps_the_tree_of_its_results() -> None:
