@@ -17,6 +17,8 @@ program it prints, beside dense attention by hand, which is compiled in the same
   gather reads, and for one by a SparseCore 30 ns of one of its subcores. A kernel takes as long
   as its bytes, its DMAs at 30 ns each, or its bundles, which `--kernels` counts, whichever is
   longest. What XLA's own fusions compute is left out.
+  The kernel that reads groups of 128 tokens reads as many as selections of trained models touch:
+  `benchmarks/touched.py` counted them, at the same share of tokens selected.
 - temp: memory beside arguments and results.
 - copies: instructions outside of fusions, in any branch or loop, that copy or transpose an array
   as large as one of the cache.
@@ -55,17 +57,18 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import topologies
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding, use_abstract_mesh
 
 import kvjax
 from benchmarks.named import caches, names_of
-from benchmarks.tpu_moves import BANDWIDTH, CLOCK, bytes_of, derived_us, kernel_moves
+from benchmarks.tpu_moves import BANDWIDTH, CLOCK, Moves, bytes_of, derived_us, kernel_moves
 from benchmarks.tpu_program import Program, cache_sized_copies
 from kvjax import presets
 from kvjax.evaluate.provenance import provenance
-from kvjax.kernels_pallas.tpu import attend_pages, score_1bit, score_pages
+from kvjax.kernels_pallas.tpu import attend_groups, attend_pages, score_1bit, score_pages
 
 CHIPS = {
     "v5e": "v5e:2x2",
@@ -96,6 +99,8 @@ class Row:
     dmas: int
     sparsecore_dmas: int
     us: float  # derived
+    us_least: float  # if selected tokens lie side by side
+    us_most: float  # if as many groups of tokens as possible hold one
     cache: int  # bytes of the arrays that grow with the capacity
     temp: int
     copies: list[str]  # shapes with layouts
@@ -188,8 +193,11 @@ def compile_for(
     args = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args
     )
-    traced = jax.jit(run, donate_argnums=donated).trace(*args)
-    lowered = traced.lower(lowering_platforms=("tpu",))
+    chip_alone = Mesh(np.array(topology.devices[:1]), ("chip",)).abstract_mesh
+    # Operations choose by the TPU that they are traced for.
+    with use_abstract_mesh(chip_alone):
+        traced = jax.jit(run, donate_argnums=donated).trace(*args)
+        lowered = traced.lower(lowering_platforms=("tpu",))
     start = time.process_time()
     compiled = lowered.compile(compiler_options=OPTIONS.get(chip))
     return compiled, traced.jaxpr.jaxpr, time.process_time() - start
@@ -226,10 +234,16 @@ def measure(
     if temp > MOST_TEMP * whole:
         faults.append(f"takes {temp / whole:.0%} of the cache's bytes as temporary memory")
     outside = parsed.moved()
-    kernels = kernel_moves(jaxpr)
     slices = parsed.gathered(on_sparsecore=False)
     on_sparsecore = parsed.gathered(on_sparsecore=True)
-    us = derived_us(chip, outside, slices, on_sparsecore, kernels, bundles_known(chip))
+
+    def priced(groups: int) -> tuple[dict[str, Moves], float]:
+        """The moves of kernels if a KV head's selections touch so many groups, and the time."""
+        kernels = kernel_moves(jaxpr, {GROUPS: groups_read(groups, spec)})
+        bundles = bundles_known(chip, groups)
+        return kernels, derived_us(chip, outside, slices, on_sparsecore, kernels, bundles)
+
+    kernels, us = priced(touched(preset, spec.capacity))
     return Row(
         chip=chip,
         preset=preset,
@@ -241,6 +255,8 @@ def measure(
         dmas=slices + sum(moves.dmas for moves in kernels.values()),
         sparsecore_dmas=on_sparsecore,
         us=round(us, 1),
+        us_least=round(priced(-(-BUDGET // attend_groups.GROUP))[1], 1),
+        us_most=round(priced(min(BUDGET, spec.capacity // attend_groups.GROUP))[1], 1),
         cache=sum(leaf.size * leaf.dtype.itemsize for leaf in cache),
         temp=temp,
         copies=copies,
@@ -254,11 +270,51 @@ def measure(
 RESULTS = Path(__file__).parent / "results" / "tpu.json"
 
 
-def bundles_known(chip: str) -> dict[str, int]:
-    """By kernel, the bundles of a step of its grid, as `--kernels` counted them for a chip."""
+TOUCHED = Path(__file__).parent / "results" / "touched.json"
+GROUPS = "kvjax_attend_groups"
+
+
+def bundles_known(chip: str, groups: int) -> dict[str, int]:
+    """By kernel, the bundles of a step of its grid, as `--kernels` counted them for a chip; of
+    the one that reads groups those of so many."""
     found = json.loads(RESULTS.read_text()).get("kernels") if RESULTS.exists() else None
     rows = found["rows"] if found else []
-    return {f"kvjax_{row['name']}": row["bundles"] for row in rows if row["chip"] == chip}
+    known = {f"kvjax_{row['name']}": row["bundles"] for row in rows if row["chip"] == chip}
+    if GROUPS in known:
+        known[GROUPS] = known[GROUPS] * parts_of(groups) // parts_of(KERNEL_GROUPS)
+    return known
+
+
+KERNEL_GROUPS = 512  # that a KV head touches, where `--kernels` counts bundles
+
+
+def parts_of(groups: int) -> int:
+    """The rounds in which the kernel attends to so many groups."""
+    return -(-groups // attend_groups.TOGETHER)
+
+
+def touched(preset: str, capacity: int) -> int:
+    """The groups of a cache that a KV head's selections touch, by the share that those of a
+    trained model touch with nearly the same share of tokens selected; of a method that was not
+    measured, as many as it can."""
+    most = min(BUDGET, capacity // attend_groups.GROUP)
+    rows = json.loads(TOUCHED.read_text())["rows"] if TOUCHED.exists() else []
+    name = preset.partition(":")[0]
+    own = [row for row in rows if (row["method"], row["size"]) == (name, attend_groups.GROUP)]
+    if not own:
+        return most
+
+    def distance(row: dict[str, Any]) -> float:
+        return abs(row["selected"] / (row["groups"] * row["size"]) - BUDGET / capacity)
+
+    nearest = min(own, key=distance)
+    return round(capacity // attend_groups.GROUP * nearest["touched"] / nearest["groups"])
+
+
+def groups_read(groups: int, spec: kvjax.CacheSpec) -> Moves:
+    """The own DMAs of the kernel that reads groups, for the queries of one KV head."""
+    size = attend_groups.GROUP * spec.head_dim * jnp.dtype(spec.dtype).itemsize
+    return Moves(bytes=2 * groups * size, dmas=2 * groups)
 
 
 @dataclass(frozen=True)
@@ -283,6 +339,7 @@ class KernelProgram:
     args: tuple[Any, ...]
     shapes: str
     rounds: int = 1  # of the loop that makes up a step of its grid; its code is counted once
+    own: Moves | None = None  # DMAs of a step of its grid, where the data say how many
 
 
 def kernel_programs(capacity: int) -> dict[str, KernelProgram]:
@@ -295,7 +352,7 @@ def kernel_programs(capacity: int) -> dict[str, KernelProgram]:
     groups = array(capacity // 32, 128)
     corners = array(capacity // 16, 128)
     stored = array(capacity, 128)
-    selection = (array(1, BUDGET, dtype=dtype) for dtype in (jnp.int32, jnp.bool_))
+    selection = [array(1, BUDGET, dtype=dtype) for dtype in (jnp.int32, jnp.bool_)]
     heads = "8 kv heads of 128, 4 query heads each"
     return {
         "score_1bit": KernelProgram(
@@ -314,6 +371,13 @@ def kernel_programs(capacity: int) -> dict[str, KernelProgram]:
             (q, stored, stored, *selection),
             f"{BUDGET // 16} pages of 16 tokens, {heads}",
         ),
+        "attend_groups": KernelProgram(
+            partial(attend_groups.attend_groups, scale=128**-0.5),
+            (q, stored, stored, *selection),
+            f"{KERNEL_GROUPS} groups of 128 tokens, {heads}",
+            rounds=parts_of(KERNEL_GROUPS),
+            own=Moves(2 * KERNEL_GROUPS * 128 * 128 * 2, 2 * KERNEL_GROUPS),
+        ),
     }
 
 
@@ -331,7 +395,9 @@ def kernel_rows(chips: Sequence[str], capacity: int) -> Iterator[KernelRow]:
 
 
 def kernel_row(chip: str, name: str, program: KernelProgram, dump: Path) -> KernelRow:
-    (moves,) = kernel_moves(jax.make_jaxpr(program.run)(*program.args).jaxpr).values()
+    by_data = {} if program.own is None else {f"kvjax_{name}": program.own}
+    traced = jax.make_jaxpr(program.run)(*program.args)
+    (moves,) = kernel_moves(traced.jaxpr, by_data).values()
     bundles = bundles_of(name, dump) * program.rounds
     clock = CLOCK.get(chip)
     return KernelRow(

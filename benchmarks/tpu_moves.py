@@ -8,7 +8,7 @@ them in the compiled program. `derived_us` puts a price on both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -40,25 +40,29 @@ class Moves:
         return Moves(self.bytes * times, self.dmas * times, self.steps * times)
 
 
-def kernel_moves(jaxpr: Any) -> dict[str, Moves]:
+def kernel_moves(jaxpr: Any, by_data: Mapping[str, Moves] | None = None) -> dict[str, Moves]:
     """The moves of all Pallas kernels that a program for one TPU has, by their names.
 
     Of branches by data the one with the most bytes counts, and a loop whose rounds depend on
-    the data counts once.
+    the data counts once. `by_data` has by the names of kernels what their own DMAs move in a
+    step of the grid, where the data say how many these are.
     """
+    by_data = by_data or {}
     found = dict[str, Moves]()
     for eqn in jaxpr.eqns:
         kind = eqn.primitive.name
         if kind == "pallas_call":
-            parts = {eqn.params["name"]: _of_kernel(eqn)}
+            name = eqn.params["name"]
+            parts = {name: _of_kernel(eqn, by_data.get(name))}
         elif kind == "cond":
-            parts = max((kernel_moves(b.jaxpr) for b in _branches(eqn)), key=bytes_of)
+            branches = (kernel_moves(b.jaxpr, by_data) for b in _branches(eqn))
+            parts = max(branches, key=bytes_of)
         elif kind == "kvjax_on_one_device":
-            parts = kernel_moves(eqn.params["alone"].jaxpr)
+            parts = kernel_moves(eqn.params["alone"].jaxpr, by_data)
         else:
             parts = {}
-            for inside in map(kernel_moves, _jaxprs(eqn)):
-                parts = _sum_of(parts, inside)
+            for inside in _jaxprs(eqn):
+                parts = _sum_of(parts, kernel_moves(inside, by_data))
             rounds = eqn.params["length"] if kind == "scan" else 1
             parts = {name: moves * rounds for name, moves in parts.items()}
         found = _sum_of(found, parts)
@@ -92,8 +96,9 @@ def _jaxprs(eqn: Any) -> Iterator[Any]:
                 yield inner
 
 
-def _of_kernel(eqn: Any) -> Moves:
-    """Blocks that are copied because the last step of the grid had another, and own DMAs."""
+def _of_kernel(eqn: Any, own: Moves | None) -> Moves:
+    """Blocks that are copied because the last step of the grid had another, and the kernel's
+    own DMAs in a step, which are counted unless they are known."""
     grid_mapping = eqn.params["grid_mapping"]
     grid = grid_mapping.grid
     steps = prod(grid)
@@ -101,7 +106,8 @@ def _of_kernel(eqn: Any) -> Moves:
     for block in grid_mapping.block_mappings:
         if "any" not in str(block.block_aval) and "hbm" not in str(block.block_aval):
             total += _of_block(block, grid)
-    return total + _own_dmas(eqn.params["jaxpr"]) * steps
+    own = _own_dmas(eqn.params["jaxpr"]) if own is None else own
+    return total + own * steps
 
 
 def _of_block(block: Any, grid: tuple[int, ...]) -> Moves:

@@ -217,6 +217,14 @@ def test_kernels_move_what_their_docstrings_say() -> None:
     results = rows * 8 * (D + 128) * 4
     attended = rows * selected * 4 * D
     assert found["attend_pages"].bytes == attended + flags + queries + results
+    program = tpu.kernel_programs(tokens)["attend_groups"]
+    jaxpr = jax.make_jaxpr(program.run)(*program.args).jaxpr
+    (of_groups,) = kernel_moves(jaxpr, {tpu.GROUPS: program.own}).values()
+    marks = rows * tokens * 4
+    read = rows * tpu.KERNEL_GROUPS * 256 * 2 * D
+    assert of_groups.bytes == read + marks + queries + results
+    assert of_groups.dmas == rows * (2 * tpu.KERNEL_GROUPS + 4)
+
     own = 2 * rows * selected // 16
     assert (
         found["attend_pages"].dmas == own + 4 * rows
@@ -299,3 +307,23 @@ def test_a_derived_time_has_bytes_dmas_and_bundles() -> None:
     assert us(1000, kernel, bundles=3000) == pytest.approx(3030)  # its bundles
     of_bytes = 1e6 * moved / 3690e9
     assert us(32_000, Moves(), chip="tpu7x") == pytest.approx(of_bytes + 30)
+
+
+def test_groups_that_selections_touch_are_those_of_the_nearest_measured_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def row(selected: int, groups: int) -> dict[str, object]:
+        return {
+            "method": "fier",
+            "size": 128,
+            "groups": 100,
+            "selected": selected,
+            "touched": groups,
+        }
+
+    file = tmp_path / "touched.json"
+    file.write_text(json.dumps({"rows": [row(200, 40), row(800, 90)]}))
+    monkeypatch.setattr(tpu, "TOUCHED", file)
+    assert tpu.touched("fier:page=1", 131072) == 410  # 2048 of them are 1.6 %, and 200 of 12800
+    assert tpu.touched("fier", 32768) == 230
+    assert tpu.touched("another", 131072) == 1024  # as many as it can
