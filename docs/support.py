@@ -338,27 +338,47 @@ slices.
 
 By it, with one row of 131072 tokens, `quest` on a v5e or a v6e and `fier:page=32` on a v5e, which read pages, take at
 most <!-- value: pages_at_most --><!-- /value --> of the time of dense attention, and `quest` on a TPU7x takes
-about <!-- value: quest_on_tpu7x --><!-- /value --> of it. `fier` with single tokens does not pay on a v5e: its step has
-more than <!-- value: fewest_dmas --><!-- /value --> DMAs, and half of dense attention's time has room for a fifth of
-them. With keys and values side by side they would be half as many; if each read 16 tokens, five selected ones would
-have to lie there on average. On a TPU7x the compiler gives that gather to SparseCores, and on a v6e with the option
-`xla_tpu_offload_gather_to_sparsecore`, with which the rows of v6e were compiled. But the clocks of both chips are not
-published, so their rows leave out the instructions of FIER's
+about <!-- value: quest_on_tpu7x --><!-- /value --> of it.
+
+On a v5e a DMA of one token takes as long as that of many, and the selected tokens of a step of `fier`, each read
+alone, would take <!-- value: tokens_alone --><!-- /value --> times as long as dense attention. So a kernel reads them
+in aligned groups of 128 tokens that hold a selected one, once for all query heads of a KV head, and masks the others.
+Of a book, the package's model touched <!-- value: groups_of_fier --><!-- /value --> % of the groups with `fier`
+and <!-- value: groups_of_pariskv --><!-- /value --> % with `pariskv`, and
+SmolLM2-135M <!-- value: groups_of_smollm2 --><!-- /value --> % with `fier`, with as large a share of tokens selected
+as 2048 of 131072. With as many groups as the package's model touched, a step of `fier`
+takes <!-- value: fier_on_v5e --><!-- /value --> of dense attention's time, and one of
+`pariskv` <!-- value: pariskv_on_v5e --><!-- /value -->. Were the tokens side by side, `fier` would
+take <!-- value: fier_side_by_side --><!-- /value --> of it, and at worst, with a token in every
+group, <!-- value: fier_everywhere --><!-- /value -->; half of dense attention's time has room
+for <!-- value: groups_for_half --><!-- /value --> % of the groups. So `fier:page=32`, which selects whole pages,
+suits a v5e better.
+
+A TPU7x gives long gathers to its SparseCores, and a v6e does with the option `xla_tpu_offload_gather_to_sparsecore`,
+with which the rows of v6e were compiled. A program that is traced for one of them leaves the reading of pages and
+tokens to such gathers. The clocks of both chips are not published, so their rows leave out the instructions of FIER's
 scores, <!-- value: score_bundles_v6e --><!-- /value --> bundles on a v6e
 and <!-- value: score_bundles_tpu7x --><!-- /value --> on a TPU7x: at 2 GHz `fier` would take about half of dense
 attention's time on a v6e, and as long as it on a TPU7x.
 
-With eight rows of 32768 tokens there are eight times as many DMAs, while dense attention takes twice as long: pages
-take less than half of it on a v5e, and not on a v6e or a TPU7x, whose memory is faster. `kivi` and `logquant` attend
-their codes where they lie: a step moves little more than the bytes of the cache.
+With eight rows of 32768 tokens there are eight times as many reads, while dense attention takes twice as long. Pages
+take at most <!-- value: pages_of_many --><!-- /value --> of its time on a v5e, and `quest`, by
+SparseCores, <!-- value: quest_of_many_on_v6e --><!-- /value --> of it on a v6e
+and <!-- value: quest_of_many_on_tpu7x --><!-- /value --> on a TPU7x.
+
+Single tokens of `fier` touch most groups of so short a history on a v5e, and
+take <!-- value: fier_of_many --><!-- /value --> of dense attention's time; on a TPU7x the SparseCores read each
+token in <!-- value: fier_of_many_on_tpu7x --><!-- /value --> of it. Where rows are many, pages pay. `kivi`
+and `logquant` attend their codes where they lie: a step moves little more than the bytes of the cache.
 
 <!-- table: tpus -->
 <!-- end -->
 
-Three operations have Pallas kernels for TPUs, all for heads of 128 or 256, up to eight query heads that share a
-selection, and arrays in bf16. `score_1bit`, FIER's scores, takes groups of 32 keys and 4096 tokens of capacity or more;
-`score_pages`, Quest's, takes 128 pages or more; `attend_pages` attends selected pages of a multiple of 16 tokens, and
-reads those of one list while it attends those of the one before. They read the index and the cache that a GPU reads.
+Four Pallas kernels are for TPUs, all for heads of 128 or 256, up to eight query heads that share a selection, and
+arrays in bf16. `score_1bit`, FIER's scores, takes groups of 32 keys and 4096 tokens of capacity or more; `score_pages`,
+Quest's, takes 128 pages or more. `attend_pages` attends selected pages of a multiple of 16 tokens, and `attend_groups`
+single tokens of a cache of a multiple of 128; both read the next ones while they attend, and programs for a v6e or a
+TPU7x have neither. They read the index and the cache that a GPU reads.
 Instructions come in bundles, of which a v5e issues 1.5 billion a second; waiting for memory is left out, and of the
 loop that starts DMAs one round counts. On the other chips a kernel's derived time is that of its bytes and DMAs.
 

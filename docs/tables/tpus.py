@@ -14,9 +14,9 @@ def _steps() -> list[dict[str, Any]]:
     return [row for row in rows if row["program"] == "step"]
 
 
-def steps_of(chip: str, presets: tuple[str, ...]) -> list[dict[str, Any]]:
-    """The steps of presets with one row of the longest history on a chip."""
-    own = [row for row in _steps() if row["chip"] == chip and row["rows"] == 1]
+def steps_of(chip: str, presets: tuple[str, ...], rows: int = 1) -> list[dict[str, Any]]:
+    """The steps of presets with so many rows of the longest history on a chip."""
+    own = [row for row in _steps() if row["chip"] == chip and row["rows"] == rows]
     longest = max(row["capacity"] for row in own)
     return [row for row in own if row["capacity"] == longest and row["preset"] in presets]
 

@@ -157,11 +157,37 @@ def alike_gain() -> str:
 
 # ------------------------------------------------------------------------------------------------------------- support
 
+DMA_US = 0.03  # as `benchmarks/tpu_moves.py` prices one
 
-def fewest_dmas() -> str:
-    """Thousands of DMAs that a step with single tokens has on a v5e, at least."""
-    found = [row["dmas"] for row in steps_of("v5e", ("fier", "pariskv"))]
-    return f"{min(found) // 10000 * 10000:,}"
+
+def of_groups(preset: str, name: str) -> str:
+    """The time of a step on a v5e that reads groups with a selected token, as a share of dense
+    attention: "us" with those that a model touches, "us_least" or "us_most"."""
+    (row,) = steps_of("v5e", (preset,))
+    return short(row[name] / row["us"] * of_dense(row, "us"))
+
+
+def tokens_alone() -> str:
+    """The DMAs of a step's single tokens, keys and values, over dense attention's time."""
+    (row,) = steps_of("v5e", ("fier",))
+    dense_us = row["us"] / of_dense(row, "us")
+    return f"{2 * 8 * 2048 * DMA_US / dense_us:.1f}"
+
+
+def groups_touched(file: str, method: str) -> str:
+    """Percent of groups of 128 tokens that hold one of the fewest selected tokens measured."""
+    rows = [row for row in load_rows(file) if (row["method"], row["size"]) == (method, 128)]
+    fewest = min(rows, key=lambda row: row["selected"])
+    return f"{100 * fewest['touched'] / fewest['groups']:.0f}"
+
+
+def groups_for_half() -> str:
+    """Percent of groups that a step of FIER could touch in half of dense attention's time."""
+    (row,) = steps_of("v5e", ("fier",))
+    half = row["us"] / of_dense(row, "us") / 2
+    least, most = 16, 1024  # groups, of 2048 selected tokens among 131072
+    more = (half - row["us_least"]) / (row["us_most"] - row["us_least"])
+    return f"{100 * (least + more * (most - least)) / most:.0f}"
 
 
 def quest_on_tpu7x() -> str:
@@ -181,6 +207,12 @@ def pages_of_dense(chips: tuple[str, ...], which: Callable[[list[float]], float]
     """The time of steps that read pages, of one row, as a share of dense attention."""
     rows = [row for chip in chips for row in steps_of(chip, ("fier:page=32", "quest"))]
     return short(which([of_dense(row, "us") for row in rows]))
+
+
+def of_many(chips: tuple[str, ...], presets: tuple[str, ...]) -> str:
+    """The longest time of steps of eight rows, as a share of dense attention."""
+    rows = [row for chip in chips for row in steps_of(chip, presets, rows=8)]
+    return short(max(of_dense(row, "us") for row in rows))
 
 
 def idle_drafts() -> str:
@@ -220,7 +252,20 @@ VALUES: dict[str, Callable[[], str]] = {
     "small_sharing": partial(shared_score, "eval_shared_small", "fier:share=4@64"),
     "small_selecting": partial(shared_score, "eval_shared_small", "fier@64"),
     "alike_gain": alike_gain,
-    "fewest_dmas": fewest_dmas,
+    "tokens_alone": tokens_alone,
+    "groups_of_fier": partial(groups_touched, "touched", "fier"),
+    "groups_of_pariskv": partial(groups_touched, "touched", "pariskv"),
+    "groups_of_smollm2": partial(groups_touched, "touched_smollm2", "fier"),
+    "fier_on_v5e": partial(of_groups, "fier", "us"),
+    "pariskv_on_v5e": partial(of_groups, "pariskv", "us"),
+    "fier_side_by_side": partial(of_groups, "fier", "us_least"),
+    "fier_everywhere": partial(of_groups, "fier", "us_most"),
+    "groups_for_half": groups_for_half,
+    "pages_of_many": partial(of_many, ("v5e",), ("fier:page=32", "quest")),
+    "fier_of_many": partial(of_many, ("v5e",), ("fier",)),
+    "fier_of_many_on_tpu7x": partial(of_many, ("tpu7x",), ("fier",)),
+    "quest_of_many_on_v6e": partial(of_many, ("v6e",), ("quest",)),
+    "quest_of_many_on_tpu7x": partial(of_many, ("tpu7x",), ("quest",)),
     "pages_at_most": partial(pages_of_dense, ("v5e", "v6e"), max),
     "quest_on_tpu7x": quest_on_tpu7x,
     "score_bundles_v6e": partial(score_bundles, "v6e"),
