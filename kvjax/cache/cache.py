@@ -159,9 +159,9 @@ def init(
         _check_policy("init(policy=...)", policy)
     _check_spec("init(spec=...)", spec)
     attend = layers - len(_recurrent_layers(spec, layers))
+    kinds = "" if attend == layers else f" of which {attend} have attention"
     if isinstance(policy, list | tuple):
         if len(policy) != attend:
-            kinds = "" if attend == layers else f" of which {attend} have attention"
             raise ValueError(
                 f"init got {len(policy)} policies for layers={layers}{kinds}; give one for each layer, or a "
                 "kvjax.PerLayer"
@@ -172,8 +172,9 @@ def init(
     by_layer.check(attend, spec.kv_heads)
     if not by_layer.reaches(attend):
         raise ValueError(
-            f"init got policies of their own for the first {len(by_layer.first)} layers and layers={attend}, so "
-            f"no layer uses {type(by_layer.rest).__name__}; give fewer, such as Layers(dense={attend - 1}) of a preset"
+            f"init got policies of their own for the first {len(by_layer.first)} layers and layers={layers}"
+            f"{kinds}, so no layer uses {type(by_layer.rest).__name__}; give fewer, such as "
+            f"Layers(dense={attend - 1}) of a preset"
         )
     own = _policies_of(by_layer, spec, layers)
     if placement is None:

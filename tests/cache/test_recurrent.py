@@ -72,7 +72,10 @@ def test_policies_of_a_cache_go_to_the_layers_with_attention():
     ]
     with pytest.raises(ValueError, match=r"3 policies for layers=4 of which 2 have attention"):
         new_cache([kvjax.Full()] * 3)
-    with pytest.raises(ValueError, match=r"first 2 layers and layers=2, so no layer uses"):
+    with pytest.raises(
+        ValueError,
+        match=r"first 2 layers and layers=4 of which 2 have attention, so no layer uses",
+    ):
         new_cache(presets.fier(32, layers=presets.Layers(dense=2)))
 
 
@@ -213,6 +216,40 @@ def test_methods_apply_to_the_layers_with_attention(text, drafts):
     else:
         with pytest.raises(ValueError, match=r"rollback needs a policy that can take back"):
             kvjax.rollback(cache, lengths)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "fier:budget=16,sink=2,local=4,group=8,chunk=16,dense_layers=0",
+        "pariskv:budget=16,sink=2,local=4,chunk=16,dense_layers=0",
+        "freekv:budget=40,sink=8,local=16,page=8,chunk=16,dense_layers=0",
+        "logquant:window=16",
+    ],
+)
+def test_a_method_finds_the_needle_in_a_layer_with_attention(text):
+    """One key of each row fits the query; budgets are a fraction of the 70 tokens."""
+    rng = np.random.default_rng(5)
+    needles = np.array([30, 22, 41])
+    fits = rng.standard_normal((B, CONFIG.kv_heads, 8), np.float32)
+    fits /= np.linalg.norm(fits, axis=-1, keepdims=True)
+    keys, values = rng.standard_normal((2, B, 70, CONFIG.kv_heads, 8), np.float32)
+    keys[np.arange(B), needles] = 12 * fits
+    q = 4 * np.repeat(fits, 2, axis=1)[:, None]  # [B, 1, N, D]
+
+    cache = new_cache(presets.parse(text))
+    layer = cache.layers[3]
+    _, layer = kvjax.attention(layer, np.zeros((B, 70, 4, 8), np.float32), keys, values)
+    cache = dataclasses.replace(cache, layers=(*cache.layers[:3], layer))
+    cache = kvjax.take_rows(cache, np.array([2, 0, 1]))
+    order = np.array([2, 0, 1])
+    for _ in range(3):  # FreeKV recalls for the next step
+        new = rng.standard_normal((2, B, 1, CONFIG.kv_heads, 8), np.float32)
+        out, layer = kvjax.attention(kvjax.flush(cache.layers[3]), q[order], *new)
+        cache = dataclasses.replace(cache, layers=(*cache.layers[:3], layer))
+    wanted = values[order, needles[order]].repeat(2, axis=1)  # [B, N, D]
+    found = np.asarray(out[:, 0])
+    assert np.linalg.norm(found - wanted) < 0.35 * np.linalg.norm(wanted)
 
 
 def test_model_drafts_for_itself_with_the_selection_of_its_attention():
