@@ -4,6 +4,7 @@ share a selection.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -111,7 +112,7 @@ def lossless_line() -> str:
     found, least = load_file("lossless"), min(rows, key=lambda row: row["times_full"])
     line = (
         f"{found['model']['name']} on one {found['device']}, {least['batch']} rows of {least['length']} tokens, "
-        f"`{least['method']}`: at least {least['times_full']:.1f} times the tokens a second of `full`."
+        f"`{least['method']}`: at least {_down(least['times_full'])} times the tokens a second of `full`."
     )
     same = _lossless("same")
     if same:
@@ -121,6 +122,11 @@ def lossless_line() -> str:
             f"{_until('full with half of the rows', same)} (means by text)."
         )
     return line + "\n"
+
+
+def _down(times: float) -> str:
+    """A number with two decimals that it is at least."""
+    return f"{math.floor(100 * times) / 100:.2f}"
 
 
 def _until(which: str, rows: list[dict[str, Any]]) -> str:
@@ -161,7 +167,7 @@ def accepted_means() -> tuple[dict[tuple[str, int], float], int]:
     """Tokens of a draft of 8 that are right, by method and length: the mean over texts, where all
     were measured; and the number of texts.
     """
-    rows = load_rows("lossless_acceptance")
+    rows = _acceptance()
     texts = {row["text"] for row in rows}
     found: dict[tuple[str, int], list[float]] = {}
     for row in rows:
@@ -181,7 +187,7 @@ def accepted_by_position(budget: int = 1024) -> str:
     """The share of drafts whose first 1, 2, ... tokens are right at the longest length, the mean
     over texts, of methods at one budget and of codes.
     """
-    rows = load_rows("lossless_acceptance")
+    rows = _acceptance()
     texts = {row["text"] for row in rows}
     wanted = [row for row in rows if _by_budget(row["method"])[0] in (0, budget)]
     found: dict[tuple[int, str], list[Any]] = {}
@@ -197,7 +203,7 @@ def accepted_by_position(budget: int = 1024) -> str:
 
 def accepted_by_text(budget: int = 1024) -> str:
     """Tokens of a draft of 8 that are right by text, at each length in turn."""
-    rows = load_rows("lossless_acceptance")
+    rows = _acceptance()
     texts = list(dict.fromkeys(row["text"] for row in rows))
     lengths = sorted({row["length"] for row in rows})
     found = {(row["method"], row["text"], row["length"]): row["accepted"] for row in rows}
@@ -214,13 +220,20 @@ def accepted_prose() -> str:
     """Tokens of a draft of 8 that are right in prose, by method, budget and length; and how they
     change from the shortest length to the longest.
     """
-    rows = [*load_rows("lossless_acceptance"), *load_rows("lossless_acceptance_31744")]
-    return _by_length([row for row in rows if row["text"] == "prose"])
+    return _by_length([row for row in _acceptance() if row["text"] == "prose"])
 
 
 def accepted_smollm2() -> str:
     """`accepted_prose` of the smaller model."""
     return _by_length(load_rows("lossless_acceptance_smollm2"))
+
+
+def _acceptance() -> list[dict[str, Any]]:
+    """The rows of the part `acceptance` of `benchmarks/lossless.py`, over all of its runs."""
+    files = [f"lossless_acceptance{run}" for run in ("", "_31744", "_31744_more", "_more")]
+    return [
+        row for file in files if (RESULTS / f"{file}.json").is_file() for row in load_rows(file)
+    ]
 
 
 def _by_length(rows: list[dict[str, Any]]) -> str:
