@@ -20,7 +20,14 @@ from kvjax.contrib.razorattention import Compensated
 from kvjax.evictors import Sliding
 from kvjax.generation import generate, prefill
 from kvjax.generation import prefilling as reading
-from kvjax.generation.staging import needs_staging, room_for, rooms, settled, staged
+from kvjax.generation.staging import (
+    needs_staging,
+    room_for,
+    rooms,
+    settled,
+    staged,
+    with_room,
+)
 from kvjax.policies import PerLayer, Policy
 from kvjax.presets.head_files import Heads
 from tests.generation.test_generate import Tiny, compilations, words
@@ -243,6 +250,10 @@ def test_no_room_is_made_for_a_prompt_in_one_chunk_and_little_otherwise(model):
     assert rooms(5000) == [1024, 2048, 4096, 5000]
     assert [room_for(n, 5000) for n in (3, 1025, 5000, 6000)] == [1024, 2048, 5000, 6000]
     cache = make(policy_of(CODES["kivi"]))
+    whole = make(policy_of("full"))
+    assert with_room(cache, 100, chunks=1) is cache
+    assert with_room(whole, 100, chunks=4) is whole
+    assert with_room(cache, 100, chunks=4) is not cache
     before = jax.tree.structure(cache)
     _, after = prefill(model, cache, [words(100)[0]], chunk=32)
     assert jax.tree.structure(after) == before
