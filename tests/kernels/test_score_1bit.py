@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax import ops
+from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.score import score_1bit
 from kvjax.numerics.partial import Logits
 from kvjax.numerics.quant import OneBit, quantize_1bit
@@ -115,3 +116,42 @@ def test_scores_take_vmap():
     np.testing.assert_array_equal(apart, whole)
     shared = jax.jit(jax.vmap(lambda q: run(q, *ix)))(jnp.stack([q, -q]))
     np.testing.assert_array_equal(shared[0], whole)
+
+
+@pytest.mark.parametrize("of", [0, 1])
+def test_a_sparse_product_adds_the_rows_that_its_pattern_names(of):
+    """Against numpy: of each four rows of b, row `first` and row 2 + `second`."""
+    rng = np.random.default_rng(of)
+    b = jnp.asarray(rng.standard_normal((32, 8)), jnp.bfloat16)
+    first, second = rng.integers(0, 2, (2, 16, 8))  # of each row of a and four columns
+    a = np.zeros((16, 32))
+    row, four = np.indices((16, 8))
+    a[row, 4 * four + first] = 1
+    a[row, 4 * four + 2 + second] = 1
+    nibbles = (first | (2 | second) << 2).astype(np.uint32)
+    lane = np.arange(32)
+    quad, col = lane >> 2, lane & 3
+    pattern = np.zeros(32, np.uint32)
+    for i in range(8):  # four of the rows `quad`, then four of those after 8
+        of_row = nibbles[quad + 8 * (i // 4), 4 * (col % 2) + i % 4]
+        pattern |= np.where(col // 2 == of, of_row << np.uint32(4 * i), 0).astype(np.uint32)
+    places = 2 * col[:, None, None] + 8 * np.arange(4)[:, None] + np.arange(2)
+    right = b[places, quad[:, None, None]]  # [32, 4, 2]
+
+    def program(right_m, pattern_m, out_m):
+        lane = simt.special("tid.x") & 31
+        load = "ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$4];"
+        words = simt.ptx(load, simt.offset(simt.global_address(right_m), lane * 16), results=4)
+        known = simt.load(simt.offset(simt.global_address(pattern_m), lane * 4))
+        sums = simt.mma_sparse("bf16", [simt.word(0)] * 4, words, known, of)
+        at = simt.offset(simt.global_address(out_m), lane * 16)
+        simt.ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", at, *sums)
+
+    out = jax.ShapeDtypeStruct((32, 4), jnp.float32)
+    run = simt.kernel(program, name="sparse_product", out_type=out, blocks=1, warpgroups=1)
+    got = np.asarray(jax.jit(run)(right, jnp.asarray(pattern)))
+    want = a @ np.asarray(b, np.float64)
+    for i in range(4):
+        np.testing.assert_allclose(
+            got[:, i], want[quad + 8 * (i // 2), 2 * col + i % 2], rtol=1e-5, atol=1e-5
+        )
