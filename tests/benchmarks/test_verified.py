@@ -44,6 +44,22 @@ def run(model: Decoder, policy: Any, draft: bool) -> tuple[list[list[int]], Spec
     return made.rows, made.speculation
 
 
+@pytest.fixture(scope="module")
+def want(model: Decoder) -> list[list[int]]:
+    """The text of full attention."""
+    rows, _ = run(model, kvjax.Full(), False)
+    return rows
+
+
+@pytest.fixture(scope="module")
+def blind(model: Decoder) -> float:
+    """The share of right drafts by sink and local window alone, to which no selector adds."""
+    window = replace(BY_SCORES, budget=BY_SCORES.sink + BY_SCORES.local)
+    _, told = run(model, window, True)
+    assert told is not None
+    return told.acceptance
+
+
 @pytest.mark.parametrize(
     "policy",
     [
@@ -53,16 +69,14 @@ def run(model: Decoder, policy: Any, draft: bool) -> tuple[list[list[int]], Spec
     ],
     ids=["scores", "fier", "pages"],
 )
-def test_the_text_is_that_of_full_attention(model: Decoder, policy: Retrieval) -> None:
+def test_the_text_is_that_of_full_attention(
+    model: Decoder, policy: Retrieval, want: list[list[int]], blind: float
+) -> None:
     """Over flushes, in rows of several lengths; and the selection helps."""
-    want, _ = run(model, kvjax.Full(), False)
     found, told = run(model, Verified(policy), True)
-    window = replace(policy, budget=policy.sink + policy.local)
-    _, blind = run(model, window, True)
     assert found == want
     assert told is not None
-    assert blind is not None
-    assert told.acceptance > blind.acceptance
+    assert told.acceptance > blind
 
 
 def test_with_a_budget_for_all_tokens_each_draft_is_right(model: Decoder) -> None:
@@ -73,10 +87,11 @@ def test_with_a_budget_for_all_tokens_each_draft_is_right(model: Decoder) -> Non
     assert told.drafted - told.accepted <= 3 * 4
 
 
-def test_a_draft_that_selects_every_second_time_misses_no_token_between(model: Decoder) -> None:
+def test_a_draft_that_selects_every_second_time_misses_no_token_between(
+    model: Decoder, want: list[list[int]]
+) -> None:
     """With a budget for all tokens, each draft is right: also where the window has moved."""
     policy = replace(BY_SCORES, selector=Fier(group=8), budget=128)
-    want, _ = run(model, kvjax.Full(), False)
     found, told = run(model, Alternate(policy), True)
     assert found == want
     assert told is not None

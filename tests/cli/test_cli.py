@@ -314,16 +314,30 @@ def test_help_names_the_commands(kvjax):
     assert kvjax()[0] == 0
 
 
-def test_the_command_runs_alone_and_writes_nothing_but_its_answer(checkpoint):
+# An answer loads none of these. ALONE is `kvjax`, and then a line of those that it did load.
+HEAVY = {"orbax", "tensorstore", "transformers", "torch", "matplotlib"}
+ALONE = f"""
+import sys
+from kvjax_command import main
+
+code = main()
+print(*sorted({HEAVY} & set(sys.modules)))
+sys.exit(code)
+"""
+
+
+def test_the_command_runs_alone_and_loads_and_writes_nothing_but_its_answer(checkpoint):
     env = {k: v for k, v in os.environ.items() if not k.startswith(("TRANSFORMERS", "TF_CPP"))}
     command = [
         sys.executable,
-        "-m",
-        "kvjax.cli",
+        "-c",
+        ALONE,
         "generate",
         checkpoint,
         "--prompt",
         "abc",
+        "--cache",
+        "fier",
         "--json",
     ]
     done = subprocess.run(
@@ -335,7 +349,9 @@ def test_the_command_runs_alone_and_writes_nothing_but_its_answer(checkpoint):
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    assert len(json.loads(done.stdout)["token_ids"]) <= 2
+    answer, loaded = done.stdout.split("\n", 1)
+    assert len(json.loads(answer)["token_ids"]) <= 2
+    assert loaded.split() == []
 
 
 # Small work for every command, and some keys of its JSON. FILES stands for the folder that
@@ -1083,10 +1099,12 @@ def test_help_and_version_have_their_usual_names(kvjax):
     assert kvjax("generate", "-h")[:2] == kvjax("generate", "--help")[:2]
 
 
-@pytest.mark.parametrize("module", ["kvjax", "kvjax.cli"])
-def test_the_package_runs_as_a_module(module):
+def test_the_package_runs_as_a_module():
     done = subprocess.run(
-        [sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "kvjax", "--version"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stdout[:6]) == (0, "kvjax "), done.stderr
 

@@ -127,14 +127,3 @@ def test_an_absent_package_is_named_in_one_sentence():
             f" needs {package}, which is not installed: pip install {package}"
         ), (package, what, told)
         assert "\n" not in told
-
-
-def test_an_answer_on_the_command_line_loads_nothing_that_only_saves_need():
-    done = run(
-        "import kvjax_command\n"
-        "kvjax_command.end_at_interrupt = lambda: None\n"
-        "sys.argv = ['kvjax', 'generate', '--prompt', 'a', '--max-new-tokens', '1', '--cache', 'fier']\n"
-        "code = kvjax_command.main()\n"
-        "print(code, *sorted({'orbax', 'tensorstore', 'transformers', 'torch', 'matplotlib'} & set(sys.modules)))"
-    )
-    assert done.stdout.splitlines()[-1].strip() == "0", done.stdout + done.stderr
