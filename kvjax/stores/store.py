@@ -184,6 +184,10 @@ class Store:
         slots of the span of `recent`, none of which are selected. T steps at once have queries
         [B, K, T*G, D], each step's after the previous step's, lists of slots [B, K, T*H, M],
         and spans with start and stop i32[B, T].
+
+        The default merges `attend_slots` with what lies beside it, so a new store need not
+        write this. A store overrides it where one kernel reads all zones, or where reading
+        changes its state, as it does in a `HotSet`. `attend` is for a step without a selection.
         """
         whole = self.attend_zones_part(st, q, selection, recent, sink, local, logits=logits)
         return merge_sinks(whole, sinks).out.astype(q.dtype), st
