@@ -609,7 +609,7 @@ def _text_name(name: str) -> str | None:
     return inner if inner == _HEAD or inner.startswith(_BASE) else _BASE + inner
 
 
-# What families that people ask for need, and kvjax has not; `docs/support.md` lists it.
+# Parts that kvjax lacks, of families that people ask for; `docs/support.md` lists them.
 _LATER_GEMMA = (
     "layers that read the keys and values of another layer and take inputs of their own"
 )
@@ -627,7 +627,7 @@ MISSING = {
 
 
 def _why_missing(kind: str | None) -> str:
-    """What a family needs that kvjax has not, as a clause; "" if that is not known."""
+    """Returns what kvjax lacks for a family, as a clause; "" if that is not known."""
     if kind is None:
         return ""
     needed = MISSING.get(kind) or MISSING.get(f"{kind}_text")

@@ -1,16 +1,12 @@
 """Scores of 1-bit keys: the product of each query head of a group with every dequantised key.
 
-score = sum_d q_d zero_d + sum_d (q_d step_d) code_d. A group of tokens shares zero and step, so
-the first sum is one number a group, and queries meet the step once for 32 keys. Both sums run
-on `mma`.
+score = sum_d q_d zero_d + sum_d (q_d step_d) code_d, both by `mma`. A group of tokens shares
+zero and step, so the first sum is one number a group, and queries meet the step once for 32
+keys. Heads of 256 channels are two parts of 128.
 
-Heads of 256 channels are two parts of 128.
-
-Codes are no operand of the second sum but its pattern: `mma_sparse` multiplies two of every
-four rows of its right operand, and these are - q step and + q step of two channels. Their two
-bits say which, so they are the indices of a left operand of ones, and an `and` and an `or` of
-all 16 bits of a word prepare them. With G <= 4, one product serves two units. Each warp copies
-units into its own ring in shared memory.
+Codes are the pattern of the second sum: `mma_sparse` multiplies two of every four rows of its
+right operand, - q step and + q step of two channels, and their two bits say which. They index
+a left operand of ones. With G <= 4, one product serves two units.
 
 **Bytes:** D/8 + 4 D/g read and 4 G written a key and KV head.
 
@@ -426,7 +422,7 @@ class Scores:
         ]
 
     def signed_pairs(self, address: Any, index: Word, col: Word) -> list[Word]:
-        """Of row `index`, for the channels of `load_steps`: a word of - and + each."""
+        """Returns a word of - and + for each channel of `load_steps`, of row `index`."""
         at = simt.offset(simt.offset_rows(address, index, self.D * 2), col * 4)
         twos = [
             ptx(f"ld.global.nc.u32 $0, [$1+{16 * i}];", at, results=1)
