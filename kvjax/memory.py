@@ -266,8 +266,8 @@ def nbytes(tree: Any) -> Bytes:
     An array that is split over devices counts with the part of one device.
 
     The arrays may be traced, or shapes as `shapes` and `jax.eval_shape` return them. A shape
-    without a sharding counts for the device. On a CPU backend the default memory counts as
-    device memory, whatever its kind is called.
+    without a sharding counts for the device; `Cache.nbytes` asks the policies instead. On a CPU
+    backend the default memory counts as device memory, whatever its kind is called.
     """
     device = host = 0
     for leaf in jax.tree.leaves(tree):

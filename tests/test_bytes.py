@@ -119,6 +119,28 @@ def test_bytes_are_the_same_in_arrays_that_are_made() -> None:
         assert memory.nbytes(kvjax.init_layer(policy, small)) == held(policy, small)
 
 
+SMALL = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=64, capacity=2048)
+TAKES_HOST = [name for name, preset in presets.REGISTRY.items() if "store" in preset.settings]
+
+
+@pytest.mark.parametrize("name", TAKES_HOST)
+def test_shapes_of_a_cache_count_where_its_arrays_lie(name: str) -> None:
+    """`jax.eval_shape` forgets the memory of an array; policy and spec know it."""
+    make = functools.partial(kvjax.init, presets.parse(f"{name}:store=host"), SMALL, layers=3)
+    made = make()
+    shapes = jax.eval_shape(make)
+    assert made.nbytes.host > 0
+    assert shapes.nbytes == made.nbytes
+    assert [layer.nbytes for layer in shapes.layers] == [layer.nbytes for layer in made.layers]
+
+
+def test_shapes_of_a_split_cache_count_as_its_arrays_do() -> None:
+    placement = kvjax.Placement(mesh=jax.make_mesh((1,), ("x",)), batch="x")
+    policies = presets.fier(store="host")
+    make = functools.partial(kvjax.init, policies, SMALL, layers=3, placement=placement)
+    assert jax.eval_shape(make).nbytes == make().nbytes
+
+
 @pytest.mark.parametrize(
     ("policy", "resident", "index"),
     [

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.tree_util import register_dataclass
 
-from kvjax.memory import Bytes, commit_together, nbytes, on_host
+from kvjax.memory import Bytes, commit_together, nbytes, on_host, shapes
 from kvjax.policies import Compressed, Full, PerLayer, Policy, Recurrent
 from kvjax.policies.contract import check_contract
 from kvjax.policies.zones import SelectedZones
@@ -65,8 +65,11 @@ class LayerCache:
     def nbytes(self) -> Bytes:
         """Bytes of the arrays in `device` and `host` memory; with a placement, those of one
         device.
+
+        Shapes of `jax.eval_shape`, which do not say where they lie, count where the policy puts
+        them.
         """
-        return nbytes(self.state)
+        return nbytes(_placed_shapes(self))
 
     def __repr__(self) -> str:
         return f"LayerCache({self.policy!r}; {_contents(self)})"
@@ -110,9 +113,9 @@ class Cache:
     @property
     def nbytes(self) -> Bytes:
         """Bytes of the arrays of all layers in `device` and `host` memory; with a placement,
-        those of one device.
+        those of one device. Shapes count as in `LayerCache.nbytes`.
         """
-        return nbytes(self.layers)
+        return nbytes([_placed_shapes(layer) for layer in self.layers])
 
     def __repr__(self) -> str:
         if not self.layers:
@@ -271,6 +274,33 @@ def _empty(policy: Policy, spec: CacheSpec) -> Any:
     return policy.init(
         spec
     )  # by one program: array by array, each shape and dtype would be one to compile
+
+
+def _placed_shapes(layer: LayerCache) -> Any:
+    """The state of `layer`; shapes without a sharding have that of the policy's own array."""
+    leaves, structure = jax.tree.flatten(layer.state)
+    if not any(map(_is_anywhere, leaves)):
+        return layer.state
+    homes = jax.tree.leaves(_homes(layer.policy, layer.spec, layer.placement))
+    placed = [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=home)
+        if _is_anywhere(leaf)
+        else leaf
+        for leaf, home in zip(leaves, homes, strict=True)
+    ]
+    return jax.tree.unflatten(structure, placed)
+
+
+def _is_anywhere(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None
+
+
+@lru_cache(maxsize=256)  # layers of a model have few policies
+def _homes(policy: Policy, spec: CacheSpec, placement: Placement | None) -> Any:
+    """The sharding of each array of a policy's state, memory kinds included."""
+    if placement is not None:
+        return state_shardings(policy, spec, placement)
+    return jax.tree.map(lambda shape: shape.sharding, shapes(partial(policy.init, spec)))
 
 
 def shardings(cache: C) -> C:
