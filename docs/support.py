@@ -368,8 +368,9 @@ and <!-- value: quest_of_many_on_tpu7x --><!-- /value --> on a TPU7x.
 
 Single tokens of `fier` touch most groups of so short a history on a v5e, and
 take <!-- value: fier_of_many --><!-- /value --> of dense attention's time; on a TPU7x the SparseCores read each
-token in <!-- value: fier_of_many_on_tpu7x --><!-- /value --> of it. Where rows are many, pages pay. `kivi`
-and `logquant` attend their codes where they lie: a step moves little more than the bytes of the cache.
+token in <!-- value: fier_of_many_on_tpu7x --><!-- /value --> of it. Where rows are many, pages pay.
+`kivi`, `logquant` and `turboquant` attend their codes where they lie: a step moves little more than the bytes of the
+cache.
 
 <!-- table: tpus -->
 <!-- end -->
