@@ -240,20 +240,28 @@ class Measured:
     def _missing(self, row: dict[str, Any], *, selecting: bool = True) -> float:
         return 1e3 * float(row["tpot_ms_min"]) - self.time(row, selecting=selecting)
 
-    def time(self, row: dict[str, Any], *, selecting: bool = True) -> float:
+    def parts(self, row: dict[str, Any]) -> dict[str, float]:
+        """Microseconds of a step, by what they are for."""
         sizes, fit = axes(row), self.fits[row["method"]]
-        parts = math.prod(sizes.values())
-        tokens = row["length"] * row["batch"] / parts
-        time = (
-            fit.time(row["layers"], tokens)
-            + read_bytes(row) / self.rate
-            + self.traffic.of(parts, row["collectives"])
-        )
+        devices = math.prod(sizes.values())
+        tokens = row["length"] * row["batch"] / devices
+        layers = fit.time(row["layers"], 0)
+        found = {
+            "layers": layers,
+            "tokens": fit.time(row["layers"], tokens) - layers,
+            "weights": read_bytes(row) / self.rate,
+            "traffic": self.traffic.of(devices, row["collectives"]),
+            "selection": 0.0,
+        }
         form = selection_form(row)
-        if selecting and form is not None:
-            layers = row["layers"] - (fit.dense or 0)
-            time += self.traffic.selecting(layers, tokens, row["method"], form)
-        return time
+        if form is not None:
+            selecting = row["layers"] - (fit.dense or 0)
+            found["selection"] = self.traffic.selecting(selecting, tokens, row["method"], form)
+        return found
+
+    def time(self, row: dict[str, Any], *, selecting: bool = True) -> float:
+        parts = self.parts(row)
+        return sum(parts.values()) - (0.0 if selecting else parts["selection"])
 
     def cells(self) -> list[dict[str, Any]]:
         """Predicted and measured milliseconds of each step on several GPUs."""
@@ -421,6 +429,18 @@ def predict(rows: Sequence[dict[str, Any]], out: Path) -> None:
     replace_file(out, json.dumps(about, indent=1) + "\n")
 
 
+def where(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """What the milliseconds of `fier` by share over four H200s at a million tokens are for."""
+    measured = Measured(rows, H200, links_of=H100)
+    (row,) = [
+        r
+        for r in measured.steps
+        if (r["method"], r["placement"], r["length"], r["batch"])
+        == ("fier", "ctx=4+share", 1 << 20, 1)
+    ]
+    return {name: round(us / 1e3, 2) for name, us in measured.parts(row).items()}
+
+
 def beside(rows: Sequence[dict[str, Any]], predicted: Sequence[dict[str, Any]]) -> list[Any]:
     """The predicted steps of four H200s, with what was measured; None if it was not."""
     key = ("shape", "layers", "method", "placement", "length", "batch")
@@ -497,6 +517,7 @@ def main() -> None:
         "crossing": measured.crossings(),
         "cells": measured.cells(),
         "four": beside(rows, json.loads((RESULTS / "predicted.json").read_text())["rows"]),
+        "fier_by_share_ms": where(rows),
         "rows": [row(model, *size, n, fits, traffic) for model in SHAPES for size in SIZES for n in ROWS],
     }  # fmt: skip
     replace_file(RESULTS / "scaling.json", json.dumps(about, indent=1) + "\n")

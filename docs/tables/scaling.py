@@ -52,11 +52,143 @@ def shares() -> str:
         times.setdefault(size, {})[row["placement"]] = row["tpot_ms_min"]
     body = []
     for (tokens, rows, method), found in sorted(times.items()):
+        if list(found) == ["none"]:
+            continue  # of a size that two GPUs were not given
         share = found.get("ctx=2+share")
         ratio = "" if share is None or "none" not in found else short(share / found["none"])
         cells = (f"{found[name]:.2f}" if name in found else "" for name in WAYS)
         body.append([f"`{method}`", f"{tokens} x {rows}", *cells, ratio])
     return markdown(("cache", "tokens x rows", *WAYS.values(), "by share, of one GPU"), body)
+
+
+OVER_FOUR = {"model=4": "heads 4", "ctx=4": "tokens 4", "ctx=4+share": "tokens 4, by share",
+             "model=2+ctx=2": "heads 2, tokens 2", "model=2+ctx=2+share": "the same, by share"}  # fmt: skip
+
+
+def _four() -> list[dict[str, Any]]:
+    """Steps over four H200s that were measured."""
+    return [row for row in load_file("scaling")["four"] if row["measured_ms"] is not None]
+
+
+def four() -> str:
+    """Milliseconds of a step on four H200s as measured, and in brackets as predicted before."""
+    times: dict[Any, dict[str, str]] = {}
+    for row in _four():
+        size = f"{row['length']} x {row['batch']}"
+        shape = row["shape"].removeprefix("llama-3.1-").upper()
+        line = times.setdefault((f"{shape}, {row['layers']}", row["method"], size), {})
+        line["one GPU"] = "" if row["one_gpu_ms"] is None else f"{row['one_gpu_ms']:.2f}"
+        measured = f"{row['measured_ms']:.2f} ({row['predicted_ms']:.2f})"
+        line[OVER_FOUR[row["placement"]]] = measured
+    names = ("one GPU", *OVER_FOUR.values())
+    body = [
+        [shape, f"`{method}`", size, *(line.get(name, "") for name in names)]
+        for (shape, method, size), line in times.items()
+    ]
+    return markdown(("shape, layers", "cache", "tokens x rows", *names), body)
+
+
+def rounds_of_four() -> str:
+    """Milliseconds of the steps of a round over four H200s, and its speed over full attention
+    where each drafted token is right with .90 or .95.
+    """
+    body = []
+    for row in load_rows("devices"):
+        if row["part"] != "drafts" or row["method"] == "full":
+            continue
+        method, placement = row["method"], row["placement"]
+        full = _full_step(row["length"], row["batch"], placement.removesuffix("+share"))
+        draft, verification = row["draft_ms"], row["verify_5_ms"]
+        speeds = (_times_full(full, draft, verification, right) for right in (0.9, 0.95))
+        body.append(
+            [
+                f"`{method}`",
+                f"{row['length']} x {row['batch']}",
+                OVER_FOUR[placement],
+                *(f"{time:.2f}" for time in (full, draft, verification)),
+                *(f"{speed:.2f}" for speed in speeds),
+            ]
+        )
+    header = (
+        "cache",
+        "tokens x rows",
+        "placement",
+        "full attention",
+        "a draft",
+        "verification of 5",
+    )
+    return markdown((*header, "times full, .90", ".95"), body)  # fmt: skip
+
+
+def _full_step(length: int, batch: int, placement: str) -> float:
+    """Milliseconds of a step of `full` over four H200s as those of a round, or its TPOT."""
+    own = {
+        row["part"]: row
+        for row in load_rows("devices")
+        if (row["device"], row["method"], row["placement"], row["length"], row["batch"])
+        == ("NVIDIA H200", "full", placement, length, batch)
+    }
+    return own["drafts"]["step_ms"] if "drafts" in own else own["times"]["tpot_ms"]
+
+
+def _times_full(full: float, draft: float, verification: float, right: float) -> float:
+    """The speed of rounds of four drafted tokens over full attention's."""
+    tokens = sum(right**n for n in range(5))
+    return tokens * full / (4 * draft + verification)
+
+
+def of_one_gpu(method: str, placement: str) -> str:
+    """A step over four H200s at a million tokens of one row, over that of one."""
+    (row,) = [
+        row
+        for row in _four()
+        if (row["method"], row["placement"], row["length"], row["batch"])
+        == (method, placement, 1 << 20, 1)
+    ]
+    return short(row["measured_ms"] / row["one_gpu_ms"])
+
+
+def off(method: str, placement: str, rows: int) -> str:
+    """Per cent that a step at a million tokens a row takes longer than predicted."""
+    (row,) = [
+        row
+        for row in _four()
+        if (row["method"], row["placement"], row["length"], row["batch"])
+        == (method, placement, 1 << 20, rows)
+    ]
+    return str(row["off_percent"])
+
+
+NAMED = (("fier", "model=4", 1), ("pariskv", "model=4", 1), ("fier", "ctx=4", 4))
+
+
+def off_others() -> str:
+    """The most per cent that a step over four H200s is off, but for those of NAMED."""
+    named = {(method, placement, 1 << 20, rows) for method, placement, rows in NAMED}
+    left = [
+        row
+        for row in _four()
+        if (row["method"], row["placement"], row["length"], row["batch"]) not in named
+    ]
+    return str(max(abs(row["off_percent"]) for row in left))
+
+
+def by_share_ms(*parts: str) -> str:
+    """Milliseconds of parts of the step of `fier` by share over four H200s."""
+    found = load_file("scaling")["fier_by_share_ms"]
+    return f"{sum(found[part] for part in parts):.1f}"
+
+
+def drafted(length: int, batch: int, right: float) -> str:
+    """The speed of rounds of `fier` by share over that of full attention on four H200s."""
+    (row,) = [
+        row
+        for row in load_rows("devices")
+        if row["part"] == "drafts"
+        and (row["placement"], row["length"], row["batch"]) == ("ctx=4+share", length, batch)
+    ]
+    full = _full_step(length, batch, "ctx=4")
+    return f"{_times_full(full, row['draft_ms'], row['verify_5_ms'], right):.1f}"
 
 
 def share_quality() -> str:
@@ -97,13 +229,16 @@ def _known(number: float | None) -> str:
 
 def links() -> str:
     """Microseconds of a collective by the bytes of a device."""
-    found = {(row["method"], row["devices"], row["bytes"]): row["us"] for row in load_rows("devices")
-             if row["part"] == "links"}  # fmt: skip
-    sizes = sorted({size for *_, size in found})
-    kinds = sorted({(kind, n) for kind, n, _ in found})
+    found: dict[Any, dict[int, float]] = {}
+    for row in load_rows("devices"):
+        if row["part"] == "links":
+            card = row["device"].split()[1]  # of "NVIDIA H200"
+            own = found.setdefault((row["method"], card, row["devices"]), {})
+            own[row["bytes"]] = row["us"]
+    sizes = sorted({size for own in found.values() for size in own})
     body = [
-        [f"{kind}, {n} GPUs", *(f"{found[kind, n, size]:.0f}" for size in sizes)]
-        for kind, n in kinds
+        [f"{kind}, {n} {card}s", *(f"{own[size]:.0f}" for size in sizes)]
+        for (kind, card, n), own in sorted(found.items())
     ]
     return markdown(("bytes", *(str(size) for size in sizes)), body)
 
@@ -265,6 +400,19 @@ VALUES: dict[str, Callable[[], str]] = {
     "device_by_tokens": partial(device_gb, "model=2+ctx=2", "used_bytes"),
     "weights_by_tokens": partial(device_gb, "model=2+ctx=2", "weight_bytes"),
     "slower_on_64": slower_on_64,
+    "fier_by_share_of_one": partial(of_one_gpu, "fier", "ctx=4+share"),
+    "quest_by_share_of_one": partial(of_one_gpu, "quest", "ctx=4+share"),
+    "pariskv_by_share_of_one": partial(of_one_gpu, "pariskv", "ctx=4+share"),
+    "full_by_tokens_of_one": partial(of_one_gpu, "full", "ctx=4"),
+    "fier_by_heads_of_one": partial(of_one_gpu, "fier", "model=4"),
+    "fier_layers_ms": partial(by_share_ms, "layers"),
+    "fier_exchanges_ms": partial(by_share_ms, "traffic", "selection"),
+    "off_fier_by_heads": partial(off, *NAMED[0]),
+    "off_pariskv_by_heads": partial(off, *NAMED[1]),
+    "off_fier_of_four_rows": partial(off, *NAMED[2]),
+    "off_others": off_others,
+    "drafted_half_million": partial(drafted, 524288, 1, 0.9),
+    "drafted_four_rows": partial(drafted, 1 << 20, 4, 0.9),
     "step_us": partial(constant, "step_us"),
     "selection_us": partial(constant, "selection_us", at=0),
     "selection_ns": partial(constant, "selection_us", at=1, digits=2),
