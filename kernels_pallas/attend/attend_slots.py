@@ -67,18 +67,21 @@ class Config:
 
 def config_for(rows: int, slots: int, D: int, target: simt.Target | None = None) -> Config:
     """As many blocks per row as fit on the multiprocessors at once and have work; four warps
-    for the largest heads, and where shared memory is small."""
+    where shared memory is small. Larger heads have smaller tiles, and copies in a loop: all
+    copies of a tile at once would spill registers."""
     target = target or simt.target()
-    warpgroups = 2 if D <= 128 and target.clusters else 1
-    tile = TILE if smem_bytes(D, Config(1, warpgroups)) <= target.smem else TILE // 2
+    wide = D > 128
+    copies = 4 if wide else TILE
+    warpgroups = 2 if target.clusters else 1
+    whole = smem_bytes(D, Config(1, warpgroups)) <= target.smem
+    tile = TILE if whole and not (wide and target.clusters) else TILE // 2
     max_slots = -(-slots // (tile * 4 * warpgroups))
     if not target.clusters:
         blocks = max(1, min(MAX_PARTS, max_slots, target.multiprocessors // rows))
-        return Config(blocks, warpgroups, cluster=0, tile=tile)
+        return Config(blocks, warpgroups, cluster=0, tile=tile, copies=copies)
     at_once = target.multiprocessors * 128 // 132
-    return Config(
-        next((b for b in (8, 4, 2) if b < 2 * max_slots and rows * b <= at_once), 1), warpgroups
-    )
+    blocks = next((b for b in (8, 4, 2) if b < 2 * max_slots and rows * b <= at_once), 1)
+    return Config(blocks, warpgroups, tile=tile, copies=copies)
 
 
 def smem_bytes(D: int, config: Config) -> int:
