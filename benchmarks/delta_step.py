@@ -364,13 +364,14 @@ def main(args: Sequence[str] | None = None) -> None:
         "host's clock without a GPU; parts: by kernel"
     )
     key = ("model", "part", "library", "batch", "tokens")
-    for model in given.models:
-        sizes = MODELS[model]["mixer"]
-        prompt = Given.of(sizes, 1, given.tokens)
-        for batch in given.batches:
-            case = Case(1, batch, 0, calls=given.calls, quick=given.quick)
-            one = Given.of(sizes, batch, 1)
-            for measure in libraries.values():
+    # kvjax first: once torch's profiler has run, CUPTI refuses that of jax in the same process.
+    for measure in libraries.values():
+        for model in given.models:
+            sizes = MODELS[model]["mixer"]
+            prompt = Given.of(sizes, 1, given.tokens)
+            for batch in given.batches:
+                case = Case(1, batch, 0, calls=given.calls, quick=given.quick)
+                one = Given.of(sizes, batch, 1)
                 first = batch == given.batches[0]
                 for found in measure(sizes, one, prompt if first else None, case):
                     is_prompt = found["part"] == "prompt"

@@ -49,6 +49,37 @@ def hybrid_parts() -> str:
     return markdown(["layer", "shape", "tokens x rows", "us", "floor, us"], body)
 
 
+def delta_nets() -> str:
+    """The recurrence of a gated delta net by kvjax and by fla-core, in one run."""
+    found = {_delta_key(row): row for row in load_rows("delta_step")}
+    body = []
+    for key in dict.fromkeys(key[1:] for key in found):
+        part, model, batch, tokens = key
+        ours, fla = found.get(("kvjax", *key)), found.get(("fla-core", *key))
+        what = part if tokens == 1 else f"{part} of {tokens} tokens"
+        cells = [_us(ours), _us(fla), _us(fla, "graph_us"), _us(ours or fla, "floor_us")]
+        body.append([what, model, str(batch), *cells])
+    titles = [
+        "part",
+        "shape",
+        "rows",
+        "kvjax, us",
+        "fla-core, us",
+        "fla-core in a CUDA graph, us",
+    ]
+    return markdown([*titles, "floor, us"], body)
+
+
+def _delta_key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("library", "part", "model", "batch", "tokens"))
+
+
+def _us(row: dict[str, Any] | None, field: str = "us") -> str:
+    if row is None or row[field] is None:
+        return ""
+    return f"{row[field]:.0f}" if row[field] >= 100 else f"{row[field]:.1f}"
+
+
 def heads_of_256() -> str:
     """A step of attention with heads of 256 beside the same bytes in heads of 128."""
     wide, narrow = (_steps(load_rows(name)) for name in ("decode_step_256", "decode_step"))
@@ -67,6 +98,25 @@ def heads_of_256() -> str:
             )
     titles = ["method", "tokens x rows", "4 heads of 256, us", "8 heads of 128, us", "times"]
     return markdown(titles, body)
+
+
+def heads_by_group() -> str:
+    """The same in one run, by the query heads that share a KV head."""
+    steps = [row for row in load_rows("heads_of_256") if row["part"] == "step"]
+    found = {_step_key(row, row["D"]): row["us"] for row in steps}
+    keys = dict.fromkeys(_step_key(row, 256) for row in steps)
+    body = []
+    for key in sorted(keys, key=lambda key: (key[1], key[3] > 1, key[2])):
+        _, method, group, batch, length = key
+        wide, narrow = found[key], found[(128, *key[1:])]
+        cells = [f"`{method}`", str(group), _cell(length, batch)]
+        body.append([*cells, f"{wide:.1f}", f"{narrow:.1f}", f"{wide / narrow:.2f}"])
+    titles = ["method", "query heads of a KV head", "tokens x rows"]
+    return markdown([*titles, "4 heads of 256, us", "8 heads of 128, us", "times"], body)
+
+
+def _step_key(row: dict[str, Any], head_dim: int) -> tuple[Any, ...]:
+    return (head_dim, *(row[name] for name in ("method", "G", "batch", "length")))
 
 
 def commands() -> str:
