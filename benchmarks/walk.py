@@ -1,11 +1,12 @@
 """The walk of a step: what a reader passes from `kvjax.attention_info` down to the arithmetic.
 
-    python benchmarks/walk.py [--tree DIR] [--list fier]
+    python benchmarks/walk.py [--tree DIR] [--list fier:page=16]
 
 Traces, on a CPU, the calls that README shows, and prints of each: how many functions of the
 library it passes, in how many files, and how often a function calls one in another file (each
 pair of functions counts once). A step flushes, as it does by default. `--list` prints the
-functions that one step passes, in the order in which they are first called.
+functions that one call, or a step of any preset, passes, in the order in which they are first
+called.
 
 These are observations for someone who reads the code, and no test holds them.
 """
@@ -23,13 +24,20 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("kvjax", "kernels_pallas")  # the folders of a step
 CAPACITY = 4096
-# A name, the policy's preset, the verb, and the tokens that it is given at once.
+
+
+class Call(NamedTuple):
+    preset: str  # of the policy, as text
+    verb: str = "attention_info"
+    tokens: int = 1  # that it is given at once
+
+
 WALKS = {
-    "full": ("full", "attention_info", 1),
-    "fier": ("fier", "attention_info", 1),
-    "freekv": ("freekv", "attention_info", 1),
-    "prompt chunk": ("fier", "attention_info", 256),
-    "decode, T = 8": ("fier", "decode", 8),
+    "full": Call("full"),
+    "fier": Call("fier"),
+    "freekv": Call("freekv"),
+    "prompt chunk": Call("fier", tokens=256),
+    "decode, T = 8": Call("fier", "decode", tokens=8),
 }
 
 
@@ -74,39 +82,42 @@ def walk(tree: Path, run: Callable[[], Any]) -> Walk:
     return Walk(list(functions), len(changes))
 
 
-def traced(kv: Any, preset: str, verb: str, tokens: int) -> Callable[[], Any]:
-    """Traces README's call for a layer of a preset."""
+def traced(kv: Any, call: Call) -> Callable[[], Any]:
+    """Returns a function that traces a call for a layer of its preset."""
     import jax
     import jax.numpy as jnp
 
     spec = kv.CacheSpec(
         batch=1, q_heads=8, kv_heads=2, head_dim=128, capacity=CAPACITY, dtype=jnp.bfloat16
     )
-    policy = getattr(kv.presets, preset)().rest
+    policy = kv.presets.parse(call.preset).rest
     cache = kv.init(policy, spec, layers=1).layers[0]
     q, k, v = (
-        jax.ShapeDtypeStruct((1, tokens, heads, spec.head_dim), spec.dtype)
+        jax.ShapeDtypeStruct((1, call.tokens, heads, spec.head_dim), spec.dtype)
         for heads in (spec.q_heads, spec.kv_heads, spec.kv_heads)
     )
     # A function of its own, as jax remembers what it has traced by function.
-    return lambda: jax.jit(lambda *operands: getattr(kv, verb)(*operands)).trace(cache, q, k, v)
+    return lambda: jax.jit(lambda *operands: getattr(kv, call.verb)(*operands)).trace(
+        cache, q, k, v
+    )
 
 
-def walks(tree: Path = ROOT) -> dict[str, Walk]:
-    """Each walk of `WALKS` through the library at `tree`, which must be the imported one."""
+def walk_of(call: Call, tree: Path = ROOT) -> Walk:
+    """The walk of a call through the library at `tree`, which must be the imported one.
+
+    Raises:
+      ValueError: no preset has the call's text.
+    """
     import jax
 
     import kvjax
 
     # with JAX's plugin for GPUs a step would trace kernels too
     kvjax.ops.op._has_cuda_plugin = lambda: False
-    found = {}
-    for name, call in WALKS.items():
-        trace = traced(kvjax, *call)
-        trace()  # imports what a step imports
-        jax.clear_caches()
-        found[name] = walk(tree, trace)
-    return found
+    trace = traced(kvjax, call)
+    trace()  # imports what a step imports
+    jax.clear_caches()
+    return walk(tree, trace)
 
 
 def main() -> None:
@@ -114,7 +125,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tree", type=Path, default=ROOT, help="a checkout; default: this one")
-    parser.add_argument("--list", choices=WALKS, help="print the functions of one walk")
+    parser.add_argument(
+        "--list",
+        metavar="NAME",
+        help=f"print the functions of one walk: {'; '.join(WALKS)}; or of a step of any preset, such as quest",
+    )
     options = parser.parse_args()
     tree = options.tree.resolve()
     sys.path.insert(0, str(tree))
@@ -122,14 +137,18 @@ def main() -> None:
 
     kvjax.__path__.append(str(tree))  # the kernels of a checkout are outside the package
     importlib.import_module("kvjax.kernels_pallas")
-    found = walks(tree)
     if options.list:
-        for code in found[options.list].functions:
+        try:
+            found = walk_of(WALKS.get(options.list, Call(options.list)), tree)
+        except ValueError as error:
+            parser.error(f"--list: {error}")
+        for code in found.functions:
             file = Path(code.co_filename).relative_to(tree)
             print(f"{file}:{code.co_firstlineno} {code.co_qualname}")
         return
     print(f"{'step':16}{'functions':>11}{'files':>7}{'changes of file':>17}")
-    for name, one in found.items():
+    for name, call in WALKS.items():
+        one = walk_of(call, tree)
         print(f"{name:16}{len(one.functions):11}{len(one.files):7}{one.changes:17}")
 
 
