@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,6 +39,21 @@ def naming_absent(what: str) -> Iterator[None]:
         raise ImportError(
             f"{what} needs {package}, which is not installed: pip install {package}"
         ) from error
+
+
+def refuse_former_verbs(part: type, now: Mapping[str, str]) -> None:
+    """Raises ValueError if a class defines a verb by a former name, by which nothing calls it;
+    `now` says what each became.
+
+    >>> refuse_former_verbs(type("Mine", (), {"worth": len}), {"worth": "the verb score"})
+    Traceback (most recent call last):
+        ...
+    ValueError: Mine.worth would never be called: it is the verb score now; write that instead
+    """
+    for name in vars(part).keys() & now.keys():
+        raise ValueError(
+            f"{part.__name__}.{name} would never be called: it is {now[name]} now; write that instead"
+        )
 
 
 def check_verbs(

@@ -520,3 +520,22 @@ def test_a_law_finds_a_silent_mistake_and_names_the_verb(row: str) -> None:
     report = kvjax.testing.check_policy(policy, SMALL, laws=[law])
     assert report[law].outcome == "failed", report
     assert re.search(message, report[law].reason), report[law].reason
+
+
+@pytest.mark.parametrize(
+    ("base", "former", "now"),
+    [
+        (kvjax.Evictor, "worth", "score"),
+        (kvjax.Evictor, "judge", "score_all"),
+        (kvjax.evictors.KeyNorm, "worth", "score"),
+        (kvjax.Policy, "fitted", "with_divisible_chunks"),
+        (kvjax.Full, "turns", "stripes_per_device"),
+        (kvjax.Selector, "over_context", "split_selector"),
+        (kvjax.Dense, "over_context", "split_store"),
+    ],
+)
+def test_a_verb_by_a_former_name_is_refused(base: type, former: str, now: str) -> None:
+    """Nothing would call it, and the base's own verb would answer instead."""
+    with pytest.raises(ValueError, match=rf"^Mine\.{former} would never be called.*\b{now}\b"):
+        type("Mine", (base,), {former: lambda self: None})
+    assert not hasattr(base, former)

@@ -17,8 +17,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from kvjax.validation import refuse_former_verbs
+
 if TYPE_CHECKING:
     from kvjax.policies.policy import Step
+
+
+FORMER_VERBS = {"worth": "the verb score", "judge": "the verb score_all"}
 
 
 class Tokens(NamedTuple):
@@ -80,6 +85,10 @@ class Evictor:
     and value as it is stored. An evictor with an `arrival` sees the attention of queries:
     `see_prompt` and `see_step`.
     """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        refuse_former_verbs(cls, FORMER_VERBS)
 
     @property
     def arrival(self) -> float | None:

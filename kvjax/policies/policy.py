@@ -18,8 +18,12 @@ from kvjax.numerics.partial import Logits, PartialAttention, softmax_weights
 from kvjax.numerics.selection import PackedSelection, Selection
 from kvjax.sharding.context import Axis, refuse_share
 from kvjax.spec import CacheSpec
-from kvjax.validation import short_repr
+from kvjax.validation import refuse_former_verbs, short_repr
 
+FORMER_VERBS = {
+    "fitted": "the verb with_divisible_chunks",
+    "turns": "the verb stripes_per_device",
+}
 STATIC = {"static": True}  # metadata of a field that is a part of the program, not an array
 
 
@@ -157,6 +161,10 @@ class Policy:
         with larger chunks.
         """
         return self
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        refuse_former_verbs(cls, FORMER_VERBS)
 
     def init(self, spec: CacheSpec) -> Any:
         """The state of an empty layer."""

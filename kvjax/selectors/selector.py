@@ -12,7 +12,11 @@ from kvjax.memory import growth
 from kvjax.numerics.partial import Logits
 from kvjax.numerics.selection import Candidates, GroupReduce, PackedSelection, Selection
 from kvjax.spec import CacheSpec
+from kvjax.validation import refuse_former_verbs
 
+FORMER_VERBS = {
+    "over_context": "a function registered with kvjax.sharding.context.selectors.split_selector"
+}
 LAST = -1e30  # the score of units that rank after all others
 
 
@@ -46,6 +50,10 @@ class Selector:
     reads_store: ClassVar[bool] = False
     """True if it scores what the store keeps, instead of an index of its own: a step's index
     is then the state of the store, and the store."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        refuse_former_verbs(cls, FORMER_VERBS)
 
     def check_store(self, store: Any) -> None:
         """Raises ValueError for a store that does not hold what this selector reads."""

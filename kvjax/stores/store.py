@@ -19,6 +19,11 @@ from kvjax.numerics.partial import Logits, PartialAttention, Span, merge_sinks
 from kvjax.numerics.selection import PackedSelection, Selection, split_selection, unpack
 from kvjax.ops.host import pages_to_read, place_pages
 from kvjax.spec import CacheSpec
+from kvjax.validation import refuse_former_verbs
+
+FORMER_VERBS = {
+    "over_context": "a function registered with kvjax.sharding.context.stores.split_store"
+}
 
 
 class Recalled(NamedTuple):
@@ -55,6 +60,10 @@ class Store:
     """True if `attend_zones` attends for several decode steps at once, each with its own
     selection.
     """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        refuse_former_verbs(cls, FORMER_VERBS)
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
         """Raises ValueError if this store cannot take chunks of `chunk` tokens in a cache of
