@@ -1,6 +1,7 @@
 """Builds and checks what a release uploads, and publishes nothing: `python .ci/release.py`.
 
-With `--tag v0.1.0` the tag must be that of the version, and the changelog must have its date.
+With `--tag v0.1.0` the tag must be that of the version, and the changelog must have its date and
+nothing unreleased.
 The archives of kvjax are written to `--out` (default: dist), and those of the model, which is a
 project of its own, to its `model`.
 """
@@ -58,7 +59,18 @@ def check_versions(tag: str | None) -> str:
         found["CHANGELOG.md"] = _first(r"^## (\d\S*) \(?\d{4}-\d\d-\d\d", ROOT / "CHANGELOG.md")
     if len(set(found.values())) > 1:
         sys.exit("versions differ: " + ", ".join(f"{k} has {v}" for k, v in found.items()))
+    if tag is not None and (entries := unreleased()):
+        sys.exit(
+            f"CHANGELOG.md has {entries} entries under Unreleased; move them under {project} and its date, or release "
+            "another version"
+        )
     return project
+
+
+def unreleased() -> int:
+    """Returns the number of entries of the changelog that no version has."""
+    section = _first(r"^## Unreleased\n((?:(?!## ).*\n?)*)", ROOT / "CHANGELOG.md")
+    return len(re.findall(r"^- ", section or "", re.MULTILINE))
 
 
 def _first(pattern: str, path: Path) -> str | None:
