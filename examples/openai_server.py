@@ -1,6 +1,6 @@
 """An OpenAI-compatible server around `kvjax.Engine`, in one file.
 
-    pip install starlette uvicorn
+    pip install -e '.[serve]'
     python examples/openai_server.py [DIRECTORY] --cache fier:budget=256 --slots 8 \\
         --capacity 4096 --port 8000
 
@@ -27,18 +27,24 @@ from functools import partial
 from typing import Any
 
 import jax
-import uvicorn
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
-from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
 
 import kvjax
 from kvjax.generation import Detokenizer
 from kvjax.generation.sampling import sampling
 from kvjax.serve import EngineBusy
+
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect
+    from starlette.requests import Request as HttpRequest
+    from starlette.responses import JSONResponse, Response, StreamingResponse
+    from starlette.routing import Route
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"this server needs {error.name}, which is not installed: pip install -e '.[serve]'"
+    ) from error
 
 # All fields that a request may have; others are refused by name. Null is as if not given.
 USED = {"model", "stream", "stream_options", "n", "stop", "seed", "max_tokens"}
@@ -559,12 +565,18 @@ def make_app(
     return app
 
 
-if __name__ == "__main__":
+def parser_of_options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("directory", nargs="?")
     parser.add_argument("--cache", default="full")
+    parser.add_argument(
+        "--speculate",
+        metavar="self[:TOKENS]",
+        help="draft tokens by the selection of --cache, and verify them by attention to all tokens, so that texts are "
+        "those of --cache full",
+    )
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--capacity", type=int, default=4096)
     parser.add_argument("--max-waiting", type=int, default=256)
@@ -576,14 +588,29 @@ if __name__ == "__main__":
     )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
+    return parser
+
+
+def app_of_options(checkpoint: Any, given: argparse.Namespace) -> Starlette:
+    """The app of a command line. Raises ValueError for what the engine does not take."""
+    return make_app(
+        checkpoint,
+        checkpoint.directory.name,
+        cache=given.cache,
+        speculate=given.speculate,
+        slots=given.slots,
+        capacity=given.capacity,
+        max_waiting=given.max_waiting,
+        prefix_bytes=int(given.prefix_gib * 2**30),
+    )
+
+
+if __name__ == "__main__":
+    parser = parser_of_options()
     given = parser.parse_args()
     loaded = kvjax.models.load(given.directory or kvjax.models.shipped())
-    settings = {
-        "cache": given.cache,
-        "slots": given.slots,
-        "capacity": given.capacity,
-        "max_waiting": given.max_waiting,
-        "prefix_bytes": int(given.prefix_gib * 2**30),
-    }
-    app = make_app(loaded, loaded.directory.name, **settings)
+    try:
+        app = app_of_options(loaded, given)
+    except ValueError as error:
+        parser.error(str(error))
     uvicorn.run(app, host=given.host, port=given.port, log_level="warning")

@@ -31,12 +31,17 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def app(checkpoint):
+def script():
     spec = importlib.util.spec_from_file_location("openai_server", FILE)
     module = importlib.util.module_from_spec(spec)
     sys.modules["openai_server"] = module
     spec.loader.exec_module(module)
-    return module.make_app(checkpoint, "tiny", slots=2, capacity=128, block=4, max_waiting=8)
+    return module
+
+
+@pytest.fixture(scope="module")
+def app(script, checkpoint):
+    return script.make_app(checkpoint, "tiny", slots=2, capacity=128, block=4, max_waiting=8)
 
 
 @pytest.fixture(scope="module")
@@ -495,3 +500,18 @@ def test_a_step_that_fails_tells_all_clients(url, app, monkeypatch):
 
     assert "device lost" in run(url, talk)
     idle(app)
+
+
+def test_the_option_for_drafts_is_the_engines(script, checkpoint, monkeypatch):
+    """The engine that the server makes, without compiling its programs."""
+    monkeypatch.setattr(kvjax.Engine, "warm_up", lambda self: None)
+    options = "--cache fier:budget=48,dense_layers=1 --slots 2 --capacity 128 --prefix-gib 0"
+    draft = [*options.split(), "--speculate", "self:3"]
+    app = script.app_of_options(checkpoint, script.parser_of_options().parse_args(draft))
+    assert app.state.serving.engine.speculation() is not None
+
+
+def test_a_draft_that_needs_one_text_is_refused(script, checkpoint):
+    given = script.parser_of_options().parse_args(["--speculate", "prompt-lookup"])
+    with pytest.raises(ValueError, match=r"speculate=\.\.\.\) must be 'self'"):
+        script.app_of_options(checkpoint, given)
