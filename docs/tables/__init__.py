@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from docs.tables import (
     beside,
@@ -91,9 +92,20 @@ def fill(text: str) -> str:
 
 
 def main() -> None:
-    """Writes the tables of all pages, and the pictures."""
-    for page in PAGES:
-        page.write_text(fill(page.read_text()))
-    PICTURE.write_text(picture())
-    for name, draw in PICTURES.items():
-        (FOLDER / f"{name}.svg").write_text(draw())
+    """Writes the tables of all pages, and the pictures; prints the name of each that changed."""
+    texts = {page: fill(page.read_text()) for page in PAGES}
+    texts[PICTURE] = picture()
+    texts |= {FOLDER / f"{name}.svg": draw() for name, draw in PICTURES.items()}
+    changed = [path for path, text in texts.items() if write(path, text)]
+    for path in changed:
+        print(f"wrote {path.relative_to(ROOT)}")
+    if not changed:
+        print(f"all {len(PAGES)} pages and the pictures say what the results say")
+
+
+def write(path: Path, text: str) -> bool:
+    """Writes `text` to a file, and returns whether this changed it."""
+    if path.exists() and path.read_text() == text:
+        return False
+    path.write_text(text)
+    return True

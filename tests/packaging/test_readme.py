@@ -138,6 +138,20 @@ def test_tables_of_a_page_say_what_the_results_say(page):
     assert tables.fill(read(page)) == read(page), "run python -m docs.tables"
 
 
+def test_a_run_names_the_pages_that_it_writes(tmp_path, monkeypatch, capsys):
+    page = tmp_path / "page.md"
+    page.write_text(README.replace(tables.TABLES["quality"](), ""))
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(tables, "PAGES", [page])
+    monkeypatch.setattr(tables, "PICTURE", tmp_path / "picture.svg")
+    monkeypatch.setattr(tables, "PICTURES", {})
+    tables.main()
+    assert capsys.readouterr().out == "wrote page.md\nwrote picture.svg\n"
+    assert page.read_text() == README
+    tables.main()
+    assert capsys.readouterr().out == "all 1 pages and the pictures say what the results say\n"
+
+
 def test_every_table_of_results_stands_on_a_page():
     assert {name for page in PAGES for _, name, _ in tables.PLACE.findall(read(page))} == set(
         tables.TABLES
