@@ -203,12 +203,17 @@ def measured_reach(module: Path, tests: str, run: str) -> Reach:
     from coverage import CoverageData
 
     measuring = f"--cov={package(module)} --cov-context=test --cov-report= --durations=0 -vv"
-    told = subprocess.run(
+    done = subprocess.run(
         [*run.split(), *measuring.split(), *tests.split()],
         env=os.environ | {"COVERAGE_FILE": f".coverage.{module.stem}"},
         capture_output=True,
         text=True,
-    ).stdout
+    )
+    told = done.stdout
+    if done.returncode:  # each mutant would count as found
+        raise SystemExit(
+            f"{tests} fails before {module} is mutated; mend that first:\n{told[-2000:]}{done.stderr[-2000:]}"
+        )
     seconds = defaultdict[str, float](float)
     for took, test in re.findall(r"^([0-9.]+)s (?:call|setup) +(\S.*)$", told, re.MULTILINE):
         seconds[test] += float(took)
