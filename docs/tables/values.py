@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from docs.tables import drafts, hybrid, performance, scaling
+from docs.tables import drafts, guides, hybrid, performance, scaling
 from docs.tables.claims import load_claims, read_cell
 from docs.tables.reading import load_file, load_measured, load_results, load_rows, load_scores
 from docs.tables.tpus import of_dense, steps_of
@@ -270,6 +270,7 @@ VALUES: dict[str, Callable[[], str]] = {
     "quest_on_tpu7x": quest_on_tpu7x,
     "score_bundles_v6e": partial(score_bundles, "v6e"),
     "idle_drafts": idle_drafts,
+    "lossless_one_row": guides.lossless_one_row,
     "hybrid_commands": hybrid.commands,
     "draft_rounds": partial(drafts.loop_value, "rounds"),
     "draft_steps": partial(drafts.loop_value, "draft_steps"),
