@@ -144,9 +144,7 @@ def _derived(row: dict[str, Any]) -> str:
 
 def lossless_one_row() -> str:
     """The derived speed of an 8B with one row of 131072 tokens."""
-    (row,) = (
-        row for row in _lossless("steps") if (row["length"], row["batch"]) == (131072, 1)
-    )
+    (row,) = (row for row in _lossless("steps") if (row["length"], row["batch"]) == (131072, 1))
     return _derived(row)
 
 
