@@ -1,13 +1,18 @@
 """A tiny random checkpoint in Hugging Face format, written without torch."""
 
 import json
+import shutil
 
 import numpy as np
 from safetensors.numpy import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+
+from kvjax import models
 
 VOCAB, LAYERS, WIDTH, N, K, D, POSITIONS = 258, 3, 32, 4, 2, 8, 512
 BOS, EOS = 256, 257
+TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}[reply]"
 
 
 def config(**changes):
@@ -34,14 +39,14 @@ def config(**changes):
     }
 
 
-def weights():
+def weights(vocab=VOCAB):
     rng = np.random.default_rng(0)
 
     def matrix(rows, columns):
         return rng.normal(size=(rows, columns)).astype(np.float32) * columns**-0.5
 
     found = {
-        "model.embed_tokens.weight": matrix(VOCAB, WIDTH),
+        "model.embed_tokens.weight": matrix(vocab, WIDTH),
         "model.norm.weight": np.ones(WIDTH, np.float32),
     }
     for i in range(LAYERS):
@@ -68,11 +73,30 @@ def write_checkpoint(directory, **changes):
     return directory
 
 
+def write_stand_in(directory, *, chats=False):
+    """Writes a tiny checkpoint with the tokenizer, the special tokens and the positions of the
+    model that ships, so that a text has as many tokens as for users. With `chats` it has a chat
+    template too, as that model has not.
+    """
+    shipped = models.shipped()
+    real = json.loads((shipped / "config.json").read_text())
+    same = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id")
+    write_checkpoint(directory, **{name: real[name] for name in same})
+    tensors = weights(real["vocab_size"])
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(shipped / name, directory)
+    if chats:
+        file = directory / "tokenizer_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": TEMPLATE}))
+    return directory
+
+
 def write_tokenizer(directory, order=1):
     """Writes a tokenizer with a vocabulary of VOCAB tokens; with order -1, their ids reversed."""
     # Bytes as byte-level BPE spells them, without merges: one token a byte.
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())[::order]
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer = Tokenizer(BPE({letter: i for i, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>", "</s>"])
@@ -83,7 +107,7 @@ def write_tokenizer(directory, order=1):
                 "tokenizer_class": "PreTrainedTokenizerFast",
                 "bos_token": "<s>",
                 "eos_token": "</s>",
-                "chat_template": "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}[reply]",
+                "chat_template": TEMPLATE,
             }
         )
     )
