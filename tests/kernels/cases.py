@@ -426,7 +426,7 @@ CASES = {
         votes,
         [
             (dict(D=96), "the kernel collide takes head sizes 64 and 128"),
-            (dict(G=17), "1 to 16 query heads"),
+            (dict(G=9), "1 to 8 query heads"),
             (dict(S=66), "a multiple of 4 keys"),
             (dict(S=1 << 24), r"less than 2\^24"),
             (dict(dtype=jnp.int16), "counts and limits in i32"),
