@@ -24,6 +24,7 @@ from kvjax.generation.drafts import DraftModel, PromptLookup
 from kvjax.generation.processors import Processors
 from kvjax.generation.sampling import sampling
 from kvjax.models import Decoder, DecoderConfig
+from kvjax.numerics import blocks
 from kvjax.presets import REGISTRY
 from tests.laws.cases import CASES
 
@@ -170,3 +171,11 @@ def test_every_new_array_has_a_dtype() -> None:
             if len(node.args) < least and all(word.arg != "dtype" for word in node.keywords):
                 untyped.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
     assert not untyped, "with jax_enable_x64 these arrays have 64 bits"
+
+
+def test_what_tpus_write_has_indices_of_one_type() -> None:
+    buffers, news = [jnp.zeros((2, 1, 8, 4))], [jnp.ones((2, 1, 2, 4))]
+    start, count = jnp.array([0, 3], jnp.int32), jnp.array([2, 1], jnp.int32)
+    with wide():
+        (written,) = blocks._write_slices(buffers, news, start, count)
+    assert written[:, 0, :, 0].tolist() == [[1, 1, *[0] * 6], [0, 0, 0, 1, *[0] * 4]]

@@ -109,8 +109,15 @@ def _write_slices(
                 own = lax.broadcasted_iota(jnp.int32, (rows,) + (1,) * (new.ndim - 1), 0) == row
                 kept = kept & own
             size = (rows if of_all_rows else 1, new.shape[1], tokens, *new.shape[3:])
-            zeros = (0,) * (buffer.ndim - 3)
-            at: list[Array | int] = [0 if of_all_rows else row, 0, first[row], *zeros]
+            # All of one type, also where Python's integers have 64 bits.
+            zero = np.int32(0)
+            zeros = (zero,) * (buffer.ndim - 3)
+            at: list[Array | np.int32] = [
+                zero if of_all_rows else np.int32(row),
+                zero,
+                first[row],
+                *zeros,
+            ]
             old = lax.dynamic_slice(buffer, at, size)
             buffer = lax.dynamic_update_slice(buffer, jnp.where(kept, mine, old), at)
             written.append(in_usual_layout(buffer))
