@@ -150,7 +150,7 @@ def expected(
         else:
             logits = capped(mean, soft_cap)
         worth += shares(logits, seen, None if sinks is None else sinks[g]) / q.shape[1]
-    return np.where(at < rule.sink, np.inf, worth * np.linalg.norm(v, axis=-1))
+    return np.where(at < rule.sink, np.inf, (worth + rule.epsilon) * np.linalg.norm(v, axis=-1))
 
 
 def held_by_loops(
@@ -201,6 +201,7 @@ def held_by_loops(
 RKV = Redundancy(window=4, balance=0.95, pool=3)
 EXPECTED = ExpectedAttention(rope=ROPE, future=8)
 EXPECTED_MEAN = dataclasses.replace(EXPECTED, covariance=False)
+EXPECTED_LONG = dataclasses.replace(EXPECTED_MEAN, epsilon=0.02)  # values count for more
 POLICIES: dict[str, tuple[Any, Scores]] = {
     "rkv": (Evicting(evictor=RKV, budget=20, every=5), partial(redundancy, RKV)),
     "rkv, one at a time": (Evicting(evictor=RKV, budget=20), partial(redundancy, RKV)),
@@ -216,6 +217,10 @@ POLICIES: dict[str, tuple[Any, Scores]] = {
     "expected, of means": (
         Evicting(evictor=EXPECTED_MEAN, budget=20, every=5),
         partial(expected, EXPECTED_MEAN),
+    ),
+    "expected, by long values": (
+        Evicting(evictor=EXPECTED_LONG, budget=20, every=5),
+        partial(expected, EXPECTED_LONG),
     ),
 }
 EACH = [
