@@ -48,7 +48,7 @@ import named
 import numpy as np
 from flax import nnx
 from jax import Array, lax
-from layers import show
+from layers import numbers, show
 from measured import write_rows
 from named import names_of
 from throughput import fill
@@ -692,10 +692,6 @@ class Rows:
 def shape(text: str) -> tuple[int, int]:
     length, batch = text.split("x")
     return int(length), int(batch)
-
-
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
 
 
 def options() -> argparse.ArgumentParser:

@@ -20,6 +20,7 @@ from pathlib import Path
 import measured
 import numpy as np
 from hit_rates import POLICIES, pages_of
+from layers import numbers
 from named import names_of
 
 from kvjax import models
@@ -61,10 +62,6 @@ def row_of(slots: np.ndarray, tokens: int, size: int) -> dict[str, float]:
         "even": round(even(selected, tokens, size), 1),
         "least": -(-int(selected) // size),
     }
-
-
-def numbers(text: str) -> list[int]:
-    return [int(one) for one in text.split(",")]
 
 
 def main(args: Sequence[str] | None = None) -> None:
