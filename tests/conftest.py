@@ -38,6 +38,7 @@ import pytest
 from tests import compiled_once
 
 compiled_once.install()
+compiled_once.reuse_contexts()
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update(

@@ -1,7 +1,9 @@
-"""What the suite saves by compiling equal programs once changes no result."""
+"""What the suite saves in compiling and lowering changes no result."""
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from jax import Array
+from jax._src.interpreters import mlir
 
 from tests import compiled_once
 
@@ -82,3 +85,31 @@ def test_another_way_to_compile_is_left_alone(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(compiled_once.compiler, "compile_or_get_cached", compile_otherwise)
     assert not compiled_once.install()
     assert compiled_once.compiler.compile_or_get_cached is compile_otherwise
+
+
+def test_a_context_serves_some_programs_of_one_thread() -> None:
+    numbers = itertools.count()
+    make = compiled_once._several_times(lambda: next(numbers))
+    taken = [make() for _ in range(2 * compiled_once.LOWERED)]
+    assert taken == [0] * compiled_once.LOWERED + [1] * compiled_once.LOWERED
+    in_another_thread: list[int] = []
+    thread = threading.Thread(target=lambda: in_another_thread.append(make()))
+    thread.start()
+    thread.join()
+    assert in_another_thread == [2]
+
+
+def test_programs_of_one_context_are_those_of_their_own_contexts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = mlir.make_ir_context
+
+    def lowered() -> list[str]:
+        return [_times(factor).lower(X).as_text() for factor in (2.0, 3.0, 2.0)]
+
+    monkeypatch.setattr(mlir, "make_ir_context", getattr(made, "__wrapped__", made))
+    alone = lowered()
+    monkeypatch.setattr(
+        mlir, "make_ir_context", compiled_once._several_times(mlir.make_ir_context)
+    )
+    assert lowered() == alone
