@@ -24,6 +24,11 @@ The rows `lengths` are one process that answers prompts of several lengths, one 
 length before, and `products_seconds` is its bound: its matrix products, those of causal
 attention among them, at the rate of one large product.
 
+With --beside DIR, a checkout of another state of kvjax, the rows are those of both, one after
+the other and back: `answer` from an empty and from a filled cache, `job` (README's command, on
+a CPU) and `lengths`. `by` is "kvjax" or "kvjax at NAME", numbers are medians of --runs
+processes, and `runs` has each of them.
+
 The rows `padding` say which share of the CPU seconds of a prompt goes to the tokens that pad
 its last chunk: beside the same chunks of which the last has the size of what is left. The
 lengths are those that are padded most, and the usual one.
@@ -43,6 +48,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -66,6 +72,8 @@ KEY, QUESTION = (
     "The pass key is 71432. Remember it.\n",
     "What is the pass key? The pass key is ",
 )
+ROOT = Path(__file__).resolve().parents[1]
+JOB = ["--example", "--cache", "fier", "--budget", "256"]  # of README
 KEY_OF_A_ROW = ("shape", "platform", "work", "by", "cache", "new_tokens", "programs", "tokens")
 PADDED = "65,257,513,1862,2829"  # tokens: of those near them the most padded ones, by the chunks for a CPU
 TILE = 1 << 24  # random numbers of a checkpoint, repeated
@@ -179,15 +187,22 @@ print(json.dumps(found))
 """
 
 
-def timed(command: Sequence[str], **env: str) -> tuple[dict[str, Any], str]:
+def timed(
+    command: Sequence[str], tree: Path | None = None, **env: str
+) -> tuple[dict[str, Any], str]:
     """Runs a command to its end: seconds to the first byte of its stdout and to the end, CPU
-    seconds, and what it said of its own times."""
+    seconds, and what it said of its own times. It imports kvjax from `tree`, if that is given.
+    """
+    if tree is not None:
+        env["PYTHONPATH"] = os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])
     before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     with tempfile.TemporaryFile("w+") as told:
         env = {
             name: value for name, value in os.environ.items() if name not in NOT_THEIRS
         } | env
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=told, env=env)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=told, env=env, cwd=tree
+        )
         assert process.stdout is not None
         first = process.stdout.read(1)
         to_first = time.perf_counter() - begin
@@ -282,6 +297,32 @@ def write_prompt(path: Path, directory: Path, tokens: int) -> int:
     return len(tokenizer.encode(path.read_text()).ids)
 
 
+def _programs(work: Path, name: str, tree: Path | None) -> Path:
+    """The folder of compiled programs of a command in `tree`."""
+    return work / "programs" / (name if tree is None else f"{name}_{tree.name}")
+
+
+def middle(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A row of several runs: medians of their numbers, and what each of them was."""
+    one = runs[len(runs) // 2]
+    numbers = {name for name, value in one.items() if isinstance(value, float)}
+    row = {name: value for name, value in one.items() if name not in numbers}
+    row |= {name: median(run[name] for run in runs) for name in numbers}
+    return row | {"runs": [{name: run[name] for name in numbers} for run in runs]}
+
+
+def in_turns(
+    trees: dict[str, Path], runs: int, run: Callable[[Path], dict[str, Any]]
+) -> dict[str, list[dict[str, Any]]]:
+    """`runs` results of each tree by its name: one after the other, then back."""
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in trees}
+    for i in range(runs):
+        order = list(trees) if i % 2 == 0 else list(reversed(trees))
+        for name in order:
+            found[name].append(run(trees[name]))
+    return found
+
+
 def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -305,6 +346,14 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--lengths", default=None, help="of the prompts of one process")
     parser.add_argument("--without-transformers", action="store_true")
     parser.add_argument("--loads", action="store_true", help="the rows `load` alone")
+    parser.add_argument(
+        "--beside", type=Path, default=None, help="a checkout of another state, to compare with"
+    )
+    parser.add_argument("--beside-name", default="before", help="what rows call that state")
+    parser.add_argument(
+        "--works", default="answer,job,lengths", help="the rows of --beside, in their order"
+    )
+    parser.add_argument("--runs", type=int, default=3, help="processes of each with --beside")
     parser.add_argument("--quick", action="store_true", help="keep no results")
     parser.add_argument(
         "--minutes", type=float, default=60.0, help="no row starts after so many"
@@ -353,8 +402,8 @@ def main(args: Sequence[str] | None = None) -> None:
             KEY_OF_A_ROW,
         )
 
-    def generate(cache: str, new: int, state: str) -> dict[str, Any]:
-        programs = work / "programs" / f"{cache.replace(':', '_')}_{new}"
+    def generate(cache: str, new: int, state: str, tree: Path | None = None) -> dict[str, Any]:
+        programs = _programs(work, f"{cache.replace(':', '_')}_{new}", tree)
         if state == "cold":
             shutil.rmtree(programs, ignore_errors=True)
         command = [
@@ -367,13 +416,19 @@ def main(args: Sequence[str] | None = None) -> None:
             str(prompt),
         ]
         command += ["--cache", cache, "--max-new-tokens", str(new), "--verbose"]
-        return timed(command, KVJAX_COMPILATION_CACHE=str(programs))[0]
+        return timed(command, tree, KVJAX_COMPILATION_CACHE=str(programs))[0]
+
+    def job(tree: Path) -> dict[str, Any]:
+        command = [sys.executable, "-m", "kvjax", "generate", *JOB]
+        programs = _programs(work, "job", tree)
+        on_cpu = {"JAX_PLATFORMS": "cpu"}
+        return timed(command, tree, KVJAX_COMPILATION_CACHE=str(programs), **on_cpu)[0]
 
     def load(settings: dict[str, str]) -> dict[str, Any]:
         _, text = timed([sys.executable, "-c", LOAD, str(directory), json.dumps(settings)])
         return json.loads(text.splitlines()[-1])
 
-    def several(cache: str) -> dict[str, Any]:
+    def several(cache: str, tree: Path | None = None) -> dict[str, Any]:
         capacity = 0 if not large else 36864
         command = [
             sys.executable,
@@ -386,8 +441,32 @@ def main(args: Sequence[str] | None = None) -> None:
             str(capacity),
             str(prompt),
         ]
-        _, text = timed(command, KVJAX_COMPILATION_CACHE="off")
+        _, text = timed(command, tree, KVJAX_COMPILATION_CACHE="off")
         return {"lengths": lengths, **json.loads(text.splitlines()[-1])}
+
+    def both(what: dict[str, Any], runs: int, run: Callable[[Path], dict[str, Any]]) -> None:
+        """A row of this state, and one of the state beside it."""
+        trees = {f"kvjax at {given.beside_name}": given.beside.resolve(), "kvjax": ROOT}
+        for by, found in in_turns(trees, runs, run).items():
+            measure({**what, "by": by}, lambda found=found: middle(found))
+
+    def beside() -> None:
+        cache, new = caches[-1], news[0]
+        works = given.works.split(",")
+        if "answer" in works:
+            for state, runs in (("cold", 1), ("warm", given.runs)):
+                what = {
+                    "work": "answer",
+                    "cache": cache,
+                    "new_tokens": new,
+                    "programs": state,
+                }
+                both(what, runs, lambda tree, state=state: generate(cache, new, state, tree))
+        if "job" in works:
+            both({"work": "job", "programs": "cold"}, 1, job)
+            both({"work": "job", "programs": "warm"}, given.runs, job)
+        if "lengths" in works:
+            both({"work": "lengths", "cache": cache}, 1, lambda tree: several(cache, tree))
 
     def padding(cache: str) -> dict[str, Any]:
         _, text = timed(
@@ -407,6 +486,9 @@ def main(args: Sequence[str] | None = None) -> None:
             }
             measure(what, lambda new=new: generate(cache, new, state))
 
+    if given.beside is not None:
+        beside()
+        return
     if not given.loads:
         for cache in caches:
             answers(cache, "cold")
