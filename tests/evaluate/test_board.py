@@ -118,8 +118,8 @@ def test_the_best_score_counts_among_the_budgets_that_cost_no_more() -> None:
         assert best is not None
         assert best.cache == cache
     heads, lines = equal_costs(group, board.of_reads)
-    assert heads == ["cache", "10 %", "20 %", "100 %"]
-    assert lines == [["`full`", "", "", "1.00"], ["`fier`", "0.50", "0.90", "0.90"]]
+    assert heads == ["cache", "100 %", "20 %", "10 %"]
+    assert lines == [["`full`", "1.00", "", ""], ["`fier`", "0.90", "0.90", "0.50"]]
     assert curves(group, board.of_memory)["fier"][-1] == (1.5, 0.8), "host memory counts too"
 
 

@@ -136,7 +136,8 @@ def equal_costs(group: Group, cost: Cost) -> tuple[list[str], list[list[str]]]:
     """The heads and the rows of a table: the best score of each method within a share of the
     bytes of full attention; empty without full attention.
 
-    A share that no cache gets by with has no column, nor has one that changes no score.
+    The largest share stands first, where every method has a score. A share that no cache gets by
+    with has no column, nor has one that changes no score.
     """
     whole = None if group.full is None else cost(group.full)
     if whole is None:
@@ -149,11 +150,12 @@ def equal_costs(group: Group, cost: Cost) -> tuple[list[str], list[list[str]]]:
         cells = ["" if row is None else f"{row.mean:.2f}" for row in best]
         if any(cells) and cells not in columns.values():
             columns[f"{percent} %"] = cells
+    largest_first = dict(reversed(columns.items()))
     lines = [
-        [f"`{method}`", *(cells[number] for cells in columns.values())]
+        [f"`{method}`", *(cells[number] for cells in largest_first.values())]
         for number, method in enumerate(group.methods)
     ]
-    return ["cache", *columns], [line for line in lines if any(line[1:])]
+    return ["cache", *largest_first], [line for line in lines if any(line[1:])]
 
 
 def curves(group: Group, cost: Cost) -> dict[str, list[Point]]:
