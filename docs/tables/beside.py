@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from docs.tables.reading import RESULTS
+from docs.tables.published import NEEDLES
+from docs.tables.reading import RESULTS, load_scores, score_of
 from docs.tables.writing import markdown, short
 from kvjax.evaluate.curves import Axis, around, draw, evenly
 
@@ -60,13 +61,13 @@ def peers() -> str:
         batches = (1,) if work == "attention in a prompt" else BATCHES
         names = sorted({(row["library"], row["name"]) for row in own}, key=_first_us(own))
         body = [
-            [name, f"`{library}`", *(_us(own, library, name, batch) for batch in batches)]
+            [name, *(_us(own, library, name, batch) for batch in batches), f"`{library}`"]
             for library, name in names
         ]
         missing = [one for one in OF_WORK[work] if one not in {row["library"] for row in own}]
-        body += [["", f"`{one}`", *[NOT_MEASURED] * len(batches)] for one in missing]
+        body += [["", *[NOT_MEASURED] * len(batches), f"`{one}`"] for one in missing]
         heads = [f"{batch} row{'s' if batch > 1 else ''}, us" for batch in batches]
-        parts.append(f"**{title}**\n\n" + markdown(["", "package", *heads], body))
+        parts.append(f"**{title}**\n\n" + markdown(["", *heads, "package"], body))
     return "\n".join(parts)
 
 
@@ -209,6 +210,34 @@ def same_text() -> str:
     )
 
 
+BUDGET = 2048  # tokens, of the timed steps and of the scores
+
+
+def needles_by_time() -> str:
+    """Share of needles found by microseconds of a step, of each method and library of which both
+    were measured. A library that attends to all tokens computes what `full` does, and finds as many.
+    """
+    scores = load_scores("eval_qwen")[NEEDLES]
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in _load("peers")["rows"]:
+        if row["batch"] != 1:
+            continue
+        method = row["name"].removeprefix("kvjax ")
+        if row["work"] == "attention to all tokens":
+            found[method] = [(row["us"], scores["full"]["mean"])]
+        elif row["work"] == "step of a method" and row["library"] == "kvjax":
+            found[method] = [(row["us"], score_of(scores, method, BUDGET)["mean"])]
+    marks = [0.9, 0.92, 0.94, 0.96, 0.98, 1.0]
+    return draw(
+        found,
+        evenly(150, 6),
+        Axis(marks[0], marks[-1], {mark: f"{mark:.2f}" for mark in marks}),
+        title=f"Needles at a budget of {BUDGET}, by the time of a step",
+        x_label="microseconds of a step over 131072 tokens, NVIDIA H200",
+        y_label=f"share found in 16384 tokens, n = {scores['full']['n']}, Qwen2.5-Coder-1.5B",
+    )
+
+
 def score_by_time() -> str:
     """Score by milliseconds of a token, of presses and methods that were timed in one run."""
     rows = [row for row in _load("presses")["rows"] if row["tokens_per_second"]]
@@ -226,6 +255,9 @@ def score_by_time() -> str:
     )
 
 
-PICTURES: dict[str, Callable[[], str]] = {"beside_same_text": same_text}
+PICTURES: dict[str, Callable[[], str]] = {
+    "beside_needles": needles_by_time,
+    "beside_same_text": same_text,
+}
 if any(row["tokens_per_second"] for row in _load("presses")["rows"]):
     PICTURES["beside_score"] = score_by_time
