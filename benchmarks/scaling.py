@@ -362,6 +362,7 @@ def row(
 
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 OVER_FOUR = ("ctx=4+share", "ctx=4", "model=4", "model=2+ctx=2+share", "model=2+ctx=2")
+OVER_TWO = ("ctx=2+share", "ctx=2", "model=2")
 ALL = ("fier", "full", "quest", "pariskv")
 PLANNED = (  # shape, layers, tokens of a row, rows, methods, placements
     ("llama-3.1-8b", 16, 1048576, 1, ALL, OVER_FOUR),
@@ -369,7 +370,16 @@ PLANNED = (  # shape, layers, tokens of a row, rows, methods, placements
     ("llama-3.1-8b", 16, 131072, 2, ALL, OVER_FOUR),
     ("llama-3.1-8b", 16, 1048576, 4, ALL, OVER_FOUR),
     ("llama-3.1-70b", 16, 131072, 1, ("full", "fier"), OVER_FOUR[3:]),
+    ("llama-3.1-8b", 16, 1048576, 1, ALL, OVER_TWO),
 )
+PLAN = (
+    "shape",
+    "layers",
+    "method",
+    "placement",
+    "length",
+    "batch",
+)  # what names a planned step
 
 
 def weight_bytes(shape: str, layers: int, model: int, context: int) -> float:
@@ -397,7 +407,7 @@ def collective_counts(method: str, layers: int, model: int, form: str | None) ->
 
 
 def predictions(measured: Measured) -> list[dict[str, Any]]:
-    """Steps over four GPUs, of one GPU's steps, those over two, and the links of four."""
+    """Steps over several GPUs, of one GPU's steps, those over two, and the links of H100s."""
     found = []
     for shape, layers, length, batch, methods, placements in PLANNED:
         for placement, method in itertools.product(placements, methods):
@@ -418,13 +428,24 @@ def predictions(measured: Measured) -> list[dict[str, Any]]:
 
 
 def predict(rows: Sequence[dict[str, Any]], out: Path) -> None:
-    """Writes what the model says of steps over four H200s, before they are measured."""
-    measured = Measured(rows, H200, links_of=H100)
+    """Writes what the model says of steps over several H200s, before they are measured.
+
+    A prediction that the file has stays as it is, with the date of its run.
+    """
+    made = provenance()
+    kept = json.loads(out.read_text()) if out.is_file() else {"rows": []}
+    before = [{"date": kept["date"], **row} for row in kept["rows"]]
+    known = {tuple(row[name] for name in PLAN) for row in before}
+    new = [
+        {"date": made["date"], **row}
+        for row in predictions(Measured(rows, H200, links_of=H100))
+        if tuple(row[name] for name in PLAN) not in known
+    ]
     about = {
-        "what": "milliseconds of a step over four H200s, predicted before they were measured",
-        "from": "devices.json, one and two H200s, and the links of four H100s",
-        "rows": predictions(measured),
-        **provenance(),
+        "what": "milliseconds of a step over two and four H200s, predicted before they were measured",
+        "from": "devices.json, one and two H200s, and the links of two and four H100s",
+        "rows": before + new,
+        **made,
     }
     replace_file(out, json.dumps(about, indent=1) + "\n")
 
@@ -442,17 +463,16 @@ def where(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def beside(rows: Sequence[dict[str, Any]], predicted: Sequence[dict[str, Any]]) -> list[Any]:
-    """The predicted steps of four H200s, with what was measured; None if it was not."""
-    key = ("shape", "layers", "method", "placement", "length", "batch")
+    """The predicted steps of several H200s, with what was measured; None if it was not."""
     times = {
-        tuple(r[name] for name in key): r["tpot_ms_min"]
+        tuple(r[name] for name in PLAN): r["tpot_ms_min"]
         for r in rows
         if r["device"] == H200 and r["part"] == "times" and "tpot_ms_min" in r
     }
     found = []
     for r in predicted:
-        own = times.get(tuple(r[name] for name in key))
-        one = times.get(tuple("none" if name == "placement" else r[name] for name in key))
+        own = times.get(tuple(r[name] for name in PLAN))
+        one = times.get(tuple("none" if name == "placement" else r[name] for name in PLAN))
         found.append(
             r
             | {
@@ -476,7 +496,7 @@ def main() -> None:
         help="rows of benchmarks/devices.py",
     )
     parser.add_argument(
-        "--predict", type=Path, help="only write predictions of four H200s to this file"
+        "--predict", type=Path, help="only write predictions of several H200s to this file"
     )
     given = parser.parse_args()
     rows = json.loads(given.devices.read_text())["rows"]

@@ -39,7 +39,14 @@ WAYS = {"none": "one GPU", "model=2": "heads", "ctx=2": "tokens, exact",
 
 
 def shares() -> str:
-    """Milliseconds of a step on two H200s by how tokens over them are selected."""
+    """Milliseconds of a step on two H200s by how tokens over them are selected; in brackets what
+    was predicted before, if anything was.
+    """
+    before = {
+        (row["length"], row["batch"], row["method"], row["placement"]): row["predicted_ms"]
+        for row in load_file("scaling")["four"]
+        if row["measured_ms"] is not None
+    }
     times: dict[Any, dict[str, float]] = {}
     for row in load_rows("devices"):
         if (
@@ -56,7 +63,11 @@ def shares() -> str:
             continue  # of a size that two GPUs were not given
         share = found.get("ctx=2+share")
         ratio = "" if share is None or "none" not in found else short(share / found["none"])
-        cells = (f"{found[name]:.2f}" if name in found else "" for name in WAYS)
+        cells = []
+        for name in WAYS:
+            predicted = before.get((tokens, rows, method, name))
+            bracket = "" if predicted is None else f" ({predicted:.2f})"
+            cells.append(f"{found[name]:.2f}{bracket}" if name in found else "")
         body.append([f"`{method}`", f"{tokens} x {rows}", *cells, ratio])
     return markdown(("cache", "tokens x rows", *WAYS.values(), "by share, of one GPU"), body)
 
@@ -67,7 +78,11 @@ OVER_FOUR = {"model=4": "heads 4", "ctx=4": "tokens 4", "ctx=4+share": "tokens 4
 
 def _four() -> list[dict[str, Any]]:
     """Steps over four H200s that were measured."""
-    return [row for row in load_file("scaling")["four"] if row["measured_ms"] is not None]
+    return [
+        row
+        for row in load_file("scaling")["four"]
+        if row["placement"] in OVER_FOUR and row["measured_ms"] is not None
+    ]
 
 
 def four() -> str:
