@@ -122,7 +122,7 @@ ROOMS: dict[str, tuple[str, str, dict[str, str]]] = {
         "kvjax/evictors/*.py",
         f"tests/evictors tests/policies tests/contrib tests/laws {SETTINGS}",
         {
-            "base": "tests/policies/test_bounds.py tests/policies/test_evicting.py",
+            "base": "tests/evictors/test_whole_step.py tests/policies/test_bounds.py tests/policies/test_evicting.py",
             "keys": "tests/policies/test_bounds.py tests/policies/test_evicting.py tests/evictors",
             "queries": "tests/evictors tests/policies/test_own_weights.py",
             "scores": "tests/policies/test_bounds.py tests/policies/test_evicting.py",

@@ -5,7 +5,7 @@
 
 The list replaces the one before in one step, so a save that is interrupted or fails changes
 nothing. It has a digest of itself, since a row under other tokens would give wrong answers, and
-one of the model: so would keys and values of other weights or settings.
+one of the model: so would keys and values of other weights, settings or code.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvjax.serve.beginnings import KeptRow, at_home
 from kvjax.serve.identity import digest_of
 
 LIST = "prefixes.json"
-FORMAT = 2
+FORMAT = 3
 
 
 def save(directory: str | Path, rows: Iterable[KeptRow], model: Any) -> int:
@@ -96,7 +96,8 @@ def saved(
         raise DamagedSaveError(f"{path / LIST} has changed; save the prefixes again")
     if about.get("model") != digest_of(model):
         raise ValueError(
-            f"{path} has prefixes of a model with other weights or settings; give the directory that this model saved"
+            f"{path} has prefixes of a model with other weights, settings or code; give the directory that this model "
+            "saved"
         )
     folder, rows = about.get("folder"), about.get("rows")
     if _number(folder) < 0 or not isinstance(folder, str) or not isinstance(rows, list):

@@ -437,10 +437,10 @@ def test_saved_rows_of_another_model_are_refused(tmp_path):
             state,
         )
         nnx.update(changed, state)
-        with pytest.raises(ValueError, match="of a model with other weights or settings"):
+        with pytest.raises(ValueError, match="of a model with other weights, settings or code"):
             engine_of("full", model=changed).restore_prefixes(tmp_path)
     settings = Decoder(dataclasses.replace(CONFIG, norm_eps=1e-5), rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="of a model with other weights or settings"):
+    with pytest.raises(ValueError, match="of a model with other weights, settings or code"):
         engine_of("full", model=settings).restore_prefixes(tmp_path)
 
 
