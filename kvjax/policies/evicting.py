@@ -360,7 +360,7 @@ class Evicting(Policy):
         last = self.evictor.voters(self._share(st.tokens.slots))
         count = T if last is None else min(last, T)
         sampled = count if last is not None else self.evictor.sampled or T
-        block = min(count, sampled, QUERIES)
+        block = max(min(count, sampled, QUERIES), 1)  # an evictor may have no voters
         padded = -(-min(count, sampled) // block) * block
         if last is None and padded < count:
             at, stands_for = _spread(lengths, padded)

@@ -312,6 +312,33 @@ def test_an_evictor_that_does_not_know_of_the_step_runs() -> None:
     assert [len(head) for row in held for head in row] == [18] * 4
 
 
+@dataclasses.dataclass(frozen=True)
+class Fading(Evictor):
+    """Evidence that steps alone give, and that fades; `voters` is left at its default."""
+
+    arrival = 0.0
+
+    def see_step(self, evidence: Any, weights: Any) -> Any:
+        return evidence * 0.5 + jnp.sum(weights, axis=2)
+
+    def see_prompt(self, evidence: Any, votes: Any, *_: Any) -> Any:
+        return evidence * 0.5 + jnp.sum(votes, axis=2)
+
+
+def test_a_prompt_without_voters_gives_no_evidence() -> None:
+    """No query of it votes; its length divided by the size of no block, before."""
+    cache = kvjax.init_layer(Evicting(evictor=Fading(), budget=8), SPEC)
+    tokens = drive.random_tokens(SPEC, 3)
+    q, k, v = (x[:, :6] for x in (tokens.q, tokens.k, tokens.v))
+    _, cache = kvjax.prefill(cache, q, k, v)
+    assert not jnp.any(cache.state.evidence)
+    _, cache = kvjax.decode(cache, q[:, :1], k[:, :1], v[:, :1])
+    before = np.asarray(cache.state.evidence)
+    assert before.sum() == pytest.approx(2 * 4)  # the weights of a query are 1 in all
+    _, cache = kvjax.prefill(cache, q[:, :1], k[:, :1], v[:, :1])
+    assert np.asarray(cache.state.evidence).sum() == pytest.approx(2 * 4 / 2)
+
+
 def test_what_has_no_step_for_remembered_queries_says_so() -> None:
     policy = Evicting(evictor=RKV, budget=20, every=5)
     state = policy.init(SPEC)
