@@ -60,6 +60,9 @@ HARMLESS = {
     "service_tier",
     "safety_identifier",
     "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "prediction",  # by which a server may draft
 }
 # Fields of what this server cannot do, with the values by which a client asks for nothing.
 IDLE: dict[str, tuple[Any, ...]] = {
@@ -74,6 +77,9 @@ IDLE: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
     "functions": ([],),
+    "function_call": ("none", "auto"),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
     "modalities": (["text"],),
     "suffix": ("",),
     "echo": (False,),

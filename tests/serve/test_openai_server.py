@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import inspect
 import json
 import socket
 import sys
@@ -314,6 +315,47 @@ REFUSED = {
         ),
     )
 }
+
+
+TAKEN_OF_TODAY = {
+    "max_completion_tokens": 2,
+    "reasoning_effort": "none",
+    "verbosity": "medium",
+    "function_call": "none",
+    "prediction": {"type": "content", "content": "The answer is"},
+    "prompt_cache_key": "me",
+    "prompt_cache_options": {"mode": "implicit"},
+    "prompt_cache_retention": "24h",
+    "safety_identifier": "me",
+    "service_tier": "flex",
+    "store": True,
+}
+
+
+HARMLESS = {"metadata", "prediction", "user"} | {
+    name for name in TAKEN_OF_TODAY if name.startswith("prompt_cache")
+}
+HARMLESS |= {"safety_identifier", "service_tier", "store"}
+OPTIONS = {"extra_headers", "extra_query", "extra_body", "timeout"}  # of the client itself
+
+
+def test_each_field_of_the_client_is_taken_or_refused_by_name(url):
+    """Whatever fields its newest version has."""
+    plain = {"model": "tiny", "messages": HELLO, "temperature": 0}
+
+    async def talk(client):
+        known = set(inspect.signature(client.chat.completions.create).parameters)
+        taken = {name: what for name, what in TAKEN_OF_TODAY.items() if name in known}
+        answer = await client.chat.completions.create(**plain, **taken, n=2, seed=3)
+        assert [choice.finish_reason for choice in answer.choices] == ["length"] * 2
+        for field in known - set(plain) - HARMLESS - OPTIONS:
+            with pytest.raises(openai.BadRequestError) as raised:
+                await client.chat.completions.create(**plain, **{field: {"never": "heard"}})
+            words = raised.value.body["message"]
+            own = {"max_completion_tokens": "max_new_tokens", "max_tokens": "max_new_tokens"}
+            assert own.get(field, field) in words, (field, words)
+
+    run(url, talk)
 
 
 def post(url, body, route="completions"):
