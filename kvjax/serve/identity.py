@@ -157,8 +157,8 @@ class _Walk:
             yield from self._of_tree(child)
 
     def _of_function(self, function: types.FunctionType) -> Iterator[bytes]:
-        """What a function closes over and its defaults; of code that is not installed, too, what
-        it does and the global variables that it reads.
+        """A function: what it closes over and its defaults. If it is not installed, also its code
+        and the global variables that it reads.
         """
         module = function.__globals__.get("__name__", "")
         yield f"function {module}.{function.__qualname__}".encode()
@@ -170,8 +170,8 @@ class _Walk:
             yield from self.of(dict(_globals_of(function)))
 
     def _of_type(self, kind: type) -> Iterator[bytes]:
-        """The name of a class; of one that is not installed its bases, its methods and the other
-        attributes that it was given, too.
+        """A class: its name. If it is not installed, also its bases, its methods and the other
+        attributes that it was given.
         """
         yield f"class {kind.__module__}.{kind.__qualname__}".encode()
         if _is_installed(kind.__module__):
@@ -185,8 +185,8 @@ class _Walk:
 
 
 def _globals_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The global variables that a function may read, by name; of a module that is not installed
-    those of its variables that the function may read.
+    """The global variables that a function may read, by name. A module that is not installed
+    comes with those of its variables that the function may read.
     """
     names = sorted(_names_in(function.__code__))
     for name in names:
