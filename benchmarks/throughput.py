@@ -45,6 +45,7 @@ from kvjax.generation import Stream, warm_up
 from kvjax.generation.prefilling import chunk_size, prefill, prompt_programs
 from kvjax.memory import in_units, nbytes, shapes
 from kvjax.models import Decoder, DecoderConfig
+from kvjax.models.decoder import decoder_of_shapes
 from kvjax.models.rope import Default, Llama3
 from kvjax.models.weights import model_shardings
 from kvjax.policies import PerLayer, Recurrent
@@ -476,7 +477,7 @@ def random_model(
     Raises:
       MemoryError: a CPU's memory has no room for them; a GPU raises its own error.
     """
-    model, key = nnx.eval_shape(lambda: Decoder(config, dtype=dtype)), jax.random.key(seed)
+    model, key = decoder_of_shapes(config, dtype), jax.random.key(seed)
     homes = {} if placement is None else model_shardings(model, placement.auto)
     if lacking := _no_room(
         f"the weights in {jnp.dtype(dtype).name}", nbytes(nnx.state(model, nnx.Param)).total

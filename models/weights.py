@@ -37,7 +37,7 @@ from kvjax.validation import short_repr
 
 from .checkpoint import Checkpoint
 from .config import DecoderConfig, Family, Fields, Weight
-from .decoder import Decoder
+from .decoder import Decoder, decoder_of_shapes
 from .gemma import GEMMA2, GEMMA3
 from .generation_config import read_processors, read_stop_tokens
 from .gpt_oss import GPT_OSS
@@ -163,7 +163,7 @@ def load(
         )
     if config.tied_head and has_own_head(tensors):
         config = dataclasses.replace(config, tied_head=False)
-    model = nnx.eval_shape(lambda: Decoder(config, dtype=dtype))
+    model = decoder_of_shapes(config, dtype)
     if on_shapes is not None:
         on_shapes(jax.tree.map(lambda shape: shape, model))  # a copy, as this one is filled
     placement = None if placement is None else placement.auto

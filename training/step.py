@@ -22,6 +22,7 @@ from flax import nnx
 from jax import Array
 
 from kvjax.models import Decoder, DecoderConfig, rope
+from kvjax.models.decoder import decoder_of_shapes
 
 EMBEDDING = "embedding.value"
 
@@ -35,7 +36,7 @@ def decoder_config(settings: Mapping[str, Any]) -> DecoderConfig:
 @cache
 def shapes(config: DecoderConfig) -> Decoder:
     """A Decoder without arrays."""
-    return nnx.eval_shape(lambda: Decoder(config))
+    return decoder_of_shapes(config)
 
 
 def initial(config: DecoderConfig, seed: int = 0) -> dict[str, Array]:

@@ -55,9 +55,8 @@ def warm(
     `kvjax.spec.round_capacity`, and so does this command.
     """
     import jax
-    from flax import nnx
 
-    from kvjax.models import Decoder
+    from kvjax.models.decoder import decoder_of_shapes
     from kvjax.spec import round_capacity
 
     # Parse.
@@ -80,7 +79,7 @@ def warm(
     # Run.
     begin = time.perf_counter()
     before = _bytes(folder)
-    model = nnx.eval_shape(lambda: Decoder(checkpoint.config, dtype=kind))
+    model = decoder_of_shapes(checkpoint.config, kind)
     rounded = round_capacity(tokens, rows=batch, positions=positions)
     spec = model.spec(batch=batch, capacity=rounded)
     programs = _programs(checkpoint, model, policy, spec, draws=temperature)

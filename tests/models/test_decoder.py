@@ -406,3 +406,13 @@ def test_first_layers_are_those_of_the_model_with_its_head(changes):
         np.testing.assert_allclose(whole.first_layers(count)(tokens)[0], wanted, atol=1e-5)
     with pytest.raises(ValueError, match=r"first_layers\(count=...\) must be at most 3, got 4"):
         whole.first_layers(4)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"experts": models.Experts(count=2, per_token=1, size=8)}]
+)
+def test_a_decoder_of_shapes_has_those_of_one_with_parameters(changes):
+    config = models.DecoderConfig(**{**vars(CONFIG), **changes})
+    wanted = nnx.eval_shape(lambda: models.Decoder(config, dtype=jnp.bfloat16))
+    found = decoder.decoder_of_shapes(config, jnp.bfloat16)
+    assert nnx.split(found) == nnx.split(wanted)
