@@ -256,6 +256,61 @@ def attend_causal(
     return PartialAttention(out.reshape(B, K, G * T, -1), lse.reshape(B, K, G * T))
 
 
+def attend_causal_in_turns(
+    q: Float[Array, "B K G T D"],
+    k: Float[Array, "B K T D"],
+    v: Float[Array, "B K T _"],
+    *,
+    logits: Logits,
+    window: int | None = None,
+    block: int = 1024,
+) -> PartialAttention:
+    """`attend_causal` by loops over blocks of queries and of keys, without a derivative.
+
+    `attend_causal` traces each block of queries by itself, since each sees another number of
+    keys: a second of Python for 32768 tokens. Here one trace holds for all of them. Holds
+    logits of block x block.
+    """
+    B, K, G, T, D = q.shape
+    blocks = -(-T // block)
+    # Tokens that fill the last block come after every real one, so none of these sees them.
+    rest = blocks * block - T
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, rest), (0, 0)))
+    k, v = (jnp.pad(a, ((0, 0), (0, 0), (0, rest), (0, 0))) for a in (k, v))
+    places = jnp.arange(block, dtype=jnp.int32)
+    empty = vary_with(empty_part((B, K, G * block, v.shape[-1])), q, k, v)
+
+    def of_queries(i: Array) -> PartialAttention:
+        queries = lax.dynamic_slice_in_dim(q, i * block, block, axis=3)
+        queries = queries.reshape(B, K, G * block, D)
+        token = (i * block + places)[:, None]
+
+        def with_keys(j: Array, done: PartialAttention) -> PartialAttention:
+            keys, values = (
+                lax.dynamic_slice_in_dim(a, j * block, block, axis=2) for a in (k, v)
+            )
+            slot = (j * block + places)[None]
+            mask = slot <= token
+            if window is not None:
+                mask &= slot > token - window
+            seen = jnp.tile(mask, (G, 1))[None, None]
+            return merge(done, attend_part(queries, keys, values, seen, logits=logits))
+
+        oldest = i * 0 if window is None else jnp.maximum(i * block - (window - 1), 0)
+        return lax.fori_loop(oldest // block, i + 1, with_keys, empty)
+
+    found = lax.map(of_queries, jnp.arange(blocks, dtype=jnp.int32))
+
+    def in_order(a: Array) -> Array:
+        """[blocks, B, K, G * block, ...] as [B, K, G * T, ...]."""
+        tail = a.shape[4:]
+        a = jnp.moveaxis(a.reshape(blocks, B, K, G, block, *tail), 0, 3)
+        a = a.reshape(B, K, G, blocks * block, *tail)[:, :, :, :T]
+        return a.reshape(B, K, G * T, *tail)
+
+    return PartialAttention(in_order(found.out), in_order(found.lse))
+
+
 def keep_valid(
     values: Shaped[Array, "*rows D"], valid: Bool[Array, "*#rows"]
 ) -> Shaped[Array, "*rows D"]:

@@ -29,6 +29,7 @@ from kvjax.numerics.partial import (
     Logits,
     PartialAttention,
     attend_causal,
+    attend_causal_in_turns,
     attend_part,
     empty_part,
     keep_valid,
@@ -90,7 +91,10 @@ def attend_chunk(
         "attend_chunk", q, "a chunk of one token" if q.shape[1] == 1 else _unlike(k, v, logits)
     ):
         return blocked(q, k, v)
-    return lax.platform_dependent(q, k, v, cuda=cudnn, default=blocked)
+    turns = partial(_in_turns, logits=logits, window=window)
+    return lax.platform_dependent(
+        q, k, v, cuda=cudnn, default=_quickly_traced(turns, blocked, q.shape[1])
+    )
 
 
 def attend_chunk_after(
@@ -160,9 +164,25 @@ def attend_own(
         )
         return PartialAttention(out, lse)
 
+    turns = partial(attend_causal_in_turns, logits=logits, window=window, block=PLAIN_BLOCK)
     return lax.platform_dependent(
-        q, k, v, cuda=with_derivative(run, reference), default=reference
+        q,
+        k,
+        v,
+        cuda=with_derivative(run, reference),
+        default=_quickly_traced(turns, reference, q.shape[3]),
     )
+
+
+def _quickly_traced(
+    turns: Callable[..., Any], blocked: Callable[..., Any], tokens: int
+) -> Callable[..., Any]:
+    """The form beside a call of cuDNN, of which JAX traces both though a GPU runs one.
+
+    For more tokens than a block it is `turns`, which is traced in a time that does not grow with
+    them; `blocked` then has only the derivative.
+    """
+    return blocked if tokens <= PLAIN_BLOCK else with_derivative(turns, blocked)
 
 
 def attend_zone(
@@ -480,6 +500,17 @@ def _blocked(q: Array, k: Array, v: Array, logits: Logits, window: int | None) -
     K = k.shape[2]
     part = attend_causal(
         group(q, K), *(jnp.swapaxes(a, 1, 2) for a in (k, v)), logits=logits, window=window
+    )
+    return ungroup(part.out.reshape(B, K, N // K, T, -1), q.dtype)
+
+
+def _in_turns(q: Array, k: Array, v: Array, *, logits: Logits, window: int | None) -> Array:
+    """`_blocked` by loops, which are traced once for all blocks."""
+    B, T, N, _ = q.shape
+    K = k.shape[2]
+    own = (jnp.swapaxes(a, 1, 2) for a in (k, v))
+    part = attend_causal_in_turns(
+        group(q, K), *own, logits=logits, window=window, block=PLAIN_BLOCK
     )
     return ungroup(part.out.reshape(B, K, N // K, T, -1), q.dtype)
 

@@ -1,6 +1,7 @@
 """The algebra of partial attention: parts of any partition merge to attention over the whole."""
 
 from functools import partial
+from typing import Any
 
 import hypothesis.strategies as st
 import jax
@@ -13,6 +14,7 @@ from kvjax.numerics.partial import (
     Logits,
     PartialAttention,
     attend_causal,
+    attend_causal_in_turns,
     attend_part,
     empty_part,
     merge,
@@ -103,8 +105,9 @@ def test_masked_keys_may_be_nan() -> None:
     check(part, *whole(q, k, v, mask, 1.0))
 
 
+@pytest.mark.parametrize("form", [attend_causal, attend_causal_in_turns])
 @pytest.mark.parametrize("window", [None, 1, 4, 50])
-def test_causal_blocks_give_causal_attention(window: int | None) -> None:
+def test_causal_blocks_give_causal_attention(window: int | None, form: Any) -> None:
     B, K, G, T, D = 2, 2, 3, 21, 8
     rng = np.random.default_rng(6)
     q, k, v = (
@@ -113,7 +116,7 @@ def test_causal_blocks_give_causal_attention(window: int | None) -> None:
     )
     at = np.arange(T)
     mask = (at[None] <= at[:, None]) & (at[None] > at[:, None] - (window or T))
-    part = jax.jit(partial(attend_causal, logits=Logits(0.4), window=window, block=8))(q, k, v)
+    part = jax.jit(partial(form, logits=Logits(0.4), window=window, block=8))(q, k, v)
     want = whole(
         q.reshape(B, K, G * T, D),
         k,
@@ -122,6 +125,16 @@ def test_causal_blocks_give_causal_attention(window: int | None) -> None:
         0.4,
     )
     check(part, *want)
+
+
+def test_turns_are_traced_once_for_all_blocks() -> None:
+    def operations(tokens: int) -> int:
+        q = jax.ShapeDtypeStruct((1, 2, 3, tokens, 8), np.float32)
+        k = jax.ShapeDtypeStruct((1, 2, tokens, 8), np.float32)
+        form = partial(attend_causal_in_turns, logits=Logits(0.4), window=9, block=8)
+        return str(jax.make_jaxpr(form)(q, k, k)).count(" = ")
+
+    assert operations(32) == operations(64)
 
 
 def test_attention_is_differentiable() -> None:

@@ -106,3 +106,34 @@ def test_a_part_over_stored_keys_has_the_gradient_of_attention() -> None:
     )
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("name", ["attend_chunk", "attend_own"])
+def test_the_form_beside_cudnn_gives_the_same_values_and_derivatives(
+    monkeypatch: pytest.MonkeyPatch, name: str, window: int | None
+) -> None:
+    q, k, v = draw(20)
+    q = np.random.default_rng(3).normal(size=(B, K, G, 20, D)).astype(np.float32)
+    if name == "attend_chunk":
+        q = np.asarray(prompt.ungroup(jnp.asarray(q), q.dtype))
+        k, v = np.moveaxis(k, 2, 1), np.moveaxis(v, 2, 1)
+    attend = partial(getattr(prompt, name), logits=Logits(SCALE), window=window)
+
+    def values_and_derivatives() -> tuple[np.ndarray, ...]:
+        def first(*operands: Array) -> tuple[Array, Array]:
+            found = jax.tree.leaves(attend(*operands))[0]
+            return jnp.sum(found**2), found
+
+        found, slopes = jax.jit(jax.grad(first, (0, 1, 2), has_aux=True))(q, k, v)[::-1]
+        return (jax.jit(first)(q, k, v)[1], found, *slopes)
+
+    plain = values_and_derivatives()
+    # As in a process with a GPU, whose programs have a call of cuDNN beside plain JAX.
+    monkeypatch.setattr(prompt, "takes_cudnn", lambda *_: True)
+    monkeypatch.setattr(prompt, "PLAIN_BLOCK", 8)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, *_, **__: q)
+    part = PartialAttention(jnp.zeros((B, K, G * 20, D)), jnp.zeros((B, K, G * 20)))
+    monkeypatch.setattr(prompt, "_cudnn", lambda *_, **__: part)
+    for ours, theirs in zip(values_and_derivatives(), plain, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
