@@ -69,7 +69,7 @@ TABLES: dict[str, Callable[[], str]] = {
         guides.host_codes,
         guides.shared_quality, guides.shared_steps,
         scaling.cells, scaling.command_devices, scaling.shares, scaling.share_quality,
-        scaling.four, scaling.rounds_of_four,
+        scaling.four, scaling.rounds_of_four, scaling.by_kind,
         scaling.links, scaling.prompts, scaling.scaling, gpus.gpus, gpus.cards,
         hybrid.hybrid_steps, hybrid.hybrid_parts, hybrid.delta_nets, hybrid.heads_of_256,
         hybrid.heads_by_group,

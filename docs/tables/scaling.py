@@ -152,6 +152,43 @@ def _times_full(full: float, draft: float, verification: float, right: float) ->
     return tokens * full / (4 * draft + verification)
 
 
+FORMS = {
+    "one": "one GPU",
+    "over_two": "tokens 2, by share",
+    "before": "tokens 4, by share, exchanges outside of the graph",
+    "graph": "tokens 4, by share",
+    "while": "the same, loop in the graph",
+}
+SPENT = ("products_us", "attention_us", "scores_us", "selection_us", "rest_us")
+
+
+def by_kind() -> str:
+    """Microseconds of a step by kind of kernel, means over the GPUs; of exchanges and of idle
+    time from the least of a GPU to the most.
+    """
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in load_rows("step_trace"):
+        found.setdefault(row["label"], []).append(row)
+    body = []
+    for label, form in FORMS.items():
+        if label not in found:
+            continue
+        gpus = found[label]
+        means = (sum(gpu[name] for gpu in gpus) / len(gpus) for name in SPENT)
+        spread = (_from_to([gpu[name] for gpu in gpus]) for name in ("exchanges_us", "idle_us"))
+        step = f"{gpus[0]['tpot_ms']:.2f}"
+        body.append([form, step, *(f"{us:.0f}" for us in means), *spread])
+    header = ("GPUs", "a step, ms", "products", "attention", "scores", "selection", "other kernels",
+              "exchanges", "no kernel")  # fmt: skip
+    return markdown(header, body)
+
+
+def _from_to(numbers: list[float]) -> str:
+    low = f"{min(numbers):.0f}"
+    high = f"{max(numbers):.0f}"
+    return low if low == high else f"{low} to {high}"
+
+
 def of_one_gpu(method: str, placement: str) -> str:
     """A step over four H200s at a million tokens of one row, over that of one."""
     (row,) = [

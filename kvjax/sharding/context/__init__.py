@@ -21,6 +21,7 @@ follows the decode context parallelism of vLLM and SGLang, which attend to every
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -194,17 +195,16 @@ def merge_parts(part: PartialAttention, axis: Axis) -> PartialAttention:
     all-gather of D + 1 numbers per query head.
     """
     every = lax.all_gather(jnp.concatenate([part.out, part.lse[..., None]], axis=-1), axis)
-    out = every[..., :-1]
-    lse = every[..., -1]
-    top = lax.stop_gradient(jnp.max(lse, axis=0, keepdims=True))
+    outs = [one[..., :-1] for one in every]
+    lses = [one[..., -1:] for one in every]
+    top = lax.stop_gradient(functools.reduce(jnp.maximum, lses))
     shift = jnp.where(jnp.isneginf(top), 0.0, top)
-    weight = jnp.exp(lse - shift)
-    total = jnp.sum(weight, axis=0)
-    mean = (
-        jnp.sum(out * weight[..., None], axis=0)
-        / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
-    )
-    return PartialAttention(mean, jnp.log(total) + shift[0])
+    # Sums by hand, part by part: a GPU then merges in one kernel, and a reduction would be another.
+    weights = [jnp.exp(lse - shift) for lse in lses]
+    total = functools.reduce(jnp.add, weights)
+    mixed = functools.reduce(jnp.add, map(jnp.multiply, outs, weights))
+    mean = mixed / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+    return PartialAttention(mean, (jnp.log(total) + shift)[..., 0])
 
 
 def merge_chunk(part: PartialAttention, axis: Axis) -> PartialAttention:
