@@ -463,8 +463,9 @@ def main(args: Sequence[str] | None = None) -> None:
                 }
                 both(what, runs, lambda tree, state=state: generate(cache, new, state, tree))
         if "job" in works:
-            both({"work": "job", "programs": "cold"}, 1, job)
-            both({"work": "job", "programs": "warm"}, given.runs, job)
+            own = {"work": "job", "shape": "shipped", "platform": "cpu", "tokens": None}
+            both({**own, "programs": "cold"}, 1, job)
+            both({**own, "programs": "warm"}, given.runs, job)
         if "lengths" in works:
             both({"work": "lengths", "cache": cache}, 1, lambda tree: several(cache, tree))
 
