@@ -7,6 +7,7 @@ Promotion is strict, which raises wherever the standard one would widen.
 from __future__ import annotations
 
 import ast
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,10 +21,10 @@ from flax import nnx
 
 import kvjax
 from kvjax.generation import generate
-from kvjax.generation.drafts import DraftModel, PromptLookup
+from kvjax.generation.drafts import DraftModel, PromptLookup, SelfDraft
 from kvjax.generation.processors import Processors
 from kvjax.generation.sampling import sampling
-from kvjax.models import Decoder, DecoderConfig
+from kvjax.models import Decoder, DecoderConfig, GatedDelta, ShortConv
 from kvjax.numerics import blocks
 from kvjax.presets import REGISTRY
 from tests.laws.cases import CASES
@@ -119,29 +120,61 @@ def model() -> Decoder:
     return Decoder(CONFIG, rngs=nnx.Rngs(3))
 
 
-def _generate(model: Decoder, **how: Any) -> Any:
-    cache = kvjax.init(kvjax.Full(), model.spec(2, 64), layers=CONFIG.layers)
+SELECTING = "fier:budget=16,sink=2,local=4,group=4,chunk=8,dense_layers=0"
+
+
+def _generate(model: Decoder, policy: str = "full", **how: Any) -> Any:
+    policies = kvjax.presets.parse(policy)
+    cache = kvjax.init(policies, model.spec(2, 64), layers=CONFIG.layers)
     return generate(model, cache, TEXT, LENGTHS, max_new_tokens=4, stop_tokens=1, **how).rows
 
 
-def _through_an_engine(model: Decoder) -> Any:
-    cache = kvjax.init(kvjax.Full(), model.spec(2, 64), layers=CONFIG.layers)
-    engine = kvjax.Engine(model, cache, chunk=16, block=2)
-    requests = []
-    for row, length in zip(TEXT, LENGTHS, strict=True):
-        requests += engine.submit(row[:length], max_new_tokens=4)
-    engine.run()
-    return [request.tokens for request in requests]
+def _through_an_engine(model: Decoder, policy: str = "full", **settings: Any) -> Any:
+    """Two requests, and the next turn of each."""
+    engine = kvjax.Engine(model, policy, slots=2, capacity=64, chunk=16, block=2, **settings)
+    talks = [row[:length].tolist() for row, length in zip(TEXT, LENGTHS, strict=True)]
+    for _ in range(2):
+        for talk in talks:
+            (request,) = engine.submit(talk, max_new_tokens=4)
+            engine.run()
+            talk += [*request.tokens, 5]
+    return talks
 
 
+def _with_states(_: Decoder, mixer: Any, **how: Any) -> Any:
+    """Of a model whose first layer keeps a state."""
+    config = dataclasses.replace(CONFIG, recurrent=(0,), mixer=mixer)
+    hybrid = Decoder(config, rngs=nnx.Rngs(3))
+    cache = kvjax.init(kvjax.Full(), hybrid.spec(2, 64), layers=config.layers)
+    return generate(hybrid, cache, TEXT, LENGTHS, max_new_tokens=4, **how).rows
+
+
+DELTA = GatedDelta(key_heads=1, value_heads=2, key_dim=4, value_dim=6)
+LOOK_UP = PromptLookup(ngram=2, tokens=3)
 DRAWS = sampling(0.7, top_k=9, top_p=0.9, min_p=0.01)
 ANSWERS: dict[str, Callable[[Decoder], Any]] = {
     "greedy": lambda m: _generate(m, measure=True),
     "drawn": lambda m: _generate(m, sampling=DRAWS, key=jax.random.key(0)),
     "by rules": lambda m: _generate(m, processors=RULES),
-    "with a look-up": lambda m: _generate(m, draft=PromptLookup(ngram=2, tokens=3)),
+    "with a look-up": lambda m: _generate(m, draft=LOOK_UP),
     "with a draft model": lambda m: _generate(m, draft=DraftModel(m, tokens=3)),
+    "with drafts of its own": lambda m: _generate(m, SELECTING, draft=SelfDraft(tokens=3)),
+    "drawn with drafts of its own": lambda m: _generate(
+        m, SELECTING, draft=SelfDraft(tokens=3), sampling=DRAWS, key=jax.random.key(0)
+    ),
+    "by layers that share": lambda m: _generate(m, f"{SELECTING},share=2", draft=SelfDraft()),
+    "of sparse prompts": lambda m: _generate(m, sparse_prompt=0.5, chunk=8),
+    "of delta nets": lambda m: _with_states(m, DELTA),
+    "of delta nets with a look-up": lambda m: _with_states(m, DELTA, draft=LOOK_UP),
+    "of short convolutions": lambda m: _with_states(m, ShortConv(channels=32)),
     "of an engine": _through_an_engine,
+    "of an engine that drafts": lambda m: _through_an_engine(m, SELECTING, speculate="self"),
+    "of an engine that keeps rows": lambda m: _through_an_engine(m, prefix_bytes=10**9),
+    "of kept codes": lambda m: _through_an_engine(
+        m, "kivi:residual=16,group=8", prefix_bytes=10**9
+    ),
+    "of stored prefixes": lambda m: _through_an_engine(m, prefixes=1, prefix_tokens=64),
+    "of small slots": lambda m: _through_an_engine(m, small_slots={32: 1}),
 }
 
 

@@ -269,6 +269,16 @@ def test_fork_refuses_what_is_no_row():
         prefixes.share_prefix(
             kvjax.init_layer(FIER, dataclasses.replace(SPEC, batch=2)), 2, new_tokens=8
         )
+    with pytest.raises(ValueError, match=r"share_prefix\(row=\.\.\.\)"):
+        prefixes.share_prefix([1, 2, 3], 2, new_tokens=8)
+    row = kvjax.init_layer(FIER, SPEC)
+    assert prefixes.share_prefix(row, 1, new_tokens=1).spec.batch == 1
+    with pytest.raises(ValueError, match=r"share_prefix\(rows=\.\.\.\) must be at least 1"):
+        prefixes.share_prefix(row, 0, new_tokens=1)
+    with pytest.raises(
+        ValueError, match=r"share_prefix\(new_tokens=\.\.\.\) must be at least 1"
+    ):
+        prefixes.share_prefix(row, 1, new_tokens=0)
     uneven = dataclasses.replace(POLICIES["kivi"], store=kvjax.stores.Prefixed(tokens=20))
     with pytest.raises(ValueError, match="whole chunks of 16"):
         kvjax.init_layer(uneven, SPEC)
