@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import types
 
 import jax
@@ -19,6 +20,7 @@ from flax import nnx
 import kvjax
 from kvjax.generation.callables import as_model
 from kvjax.models import Decoder
+from kvjax.serve import identity
 from kvjax.serve.identity import digest_of
 from tests.fuzz.requests import CONFIG
 
@@ -295,12 +297,46 @@ def test_a_model_that_cannot_be_told_from_others_is_refused():
 def test_each_number_and_its_place_counts(dtype):
     """Flags, too: those of other places had the same sum of places."""
     weights = np.random.default_rng(0).permutation(np.arange(1, 25)).reshape(2, 3, 4)
-    weights = weights % 2 if dtype == "bool" else weights
-    others = [np.where(weights == number, 0, weights) for number in (1, weights.max())]
+    if dtype == "bool":
+        weights = weights % 2
+    elif dtype in ("int32", "uint32"):
+        weights = weights + 2**25  # the next number in float32 is 4 more
+    elif dtype != "int8":
+        weights = weights / 8
+    others = [
+        np.where(weights == number, 0, weights) for number in (weights.min(), weights.max())
+    ]
+    others += [weights + (weights == weights.max()) / 8] if "float" in dtype else []
+    others += [weights - (weights == weights.max())]
     others += [np.flip(weights, axis) for axis in range(3)]
     others += [np.swapaxes(weights, 0, 1), weights.reshape(3, 2, 4), weights[:1]]
+    others = [one for one in others if one.shape != weights.shape or (one != weights).any()]
     told = {digest_of(as_model(closed(jnp.asarray(one, dtype)))) for one in others}
     assert digest_of(as_model(closed(jnp.asarray(weights, dtype)))) not in told
+
+
+def test_any_two_numbers_that_change_places_are_told():
+    weights = np.arange(24, dtype=np.float32)
+    swapped = [weights]
+    for one, other in itertools.combinations(range(24), 2):
+        swapped.append(weights.copy())
+        swapped[-1][[one, other]] = weights[[other, one]]
+    sums = jax.vmap(identity._checksum)(jnp.stack(swapped).reshape(-1, 2, 3, 4))
+    assert len({tuple(both) for both in sums.tolist()}) == len(swapped)
+
+
+def test_numbers_are_mixed_as_by_murmurhash():
+    """Its last steps, on numbers of Python."""
+    numbers = [0, 1, 2, 1 << 16, 1 << 31, 0xDEADBEEF, 2**32 - 1]
+
+    def mixed(x):
+        x = ((x ^ (x >> 16)) * 0x85EBCA6B) % 2**32
+        x = ((x ^ (x >> 13)) * 0xC2B2AE35) % 2**32
+        return x ^ (x >> 16)
+
+    assert mixed(1) == 0x514E28B7
+    found = identity._mixed(jnp.array(numbers, jnp.uint32))
+    assert found.tolist() == [mixed(number) for number in numbers]
 
 
 def test_saved_rows_of_a_function_with_other_weights_are_refused(tmp_path):
