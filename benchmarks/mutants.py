@@ -112,7 +112,7 @@ ROOMS: dict[str, tuple[str, str, dict[str, str]]] = {
             "engine": f"{ENGINE} {KEPT}",
             "keeping": f"{KEPT} {ENGINE}",
             "kept_files": KEPT,
-            "prefixes": f"tests/serve/test_prefixes.py {ENGINE}",
+            "prefixes": "tests/serve/test_prefixes.py",
             "requests": ENGINE,
             "scheduler": f"tests/serve/test_scheduler.py {ENGINE}",
             "slots": f"tests/serve/test_beginnings.py {ENGINE} {KEPT} tests/serve/test_prefixes.py",
