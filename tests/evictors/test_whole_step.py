@@ -377,3 +377,21 @@ def test_each_remembered_query_sees_its_window(window: int | None) -> None:
         assert by_query.tolist() == expected
     coming = [p >= 0 and p > 10 - reach for p in position[0, 0].tolist()]
     assert np.asarray(tokens.seen_next())[0, 0].tolist() == coming
+
+
+@pytest.mark.parametrize(("queries", "tokens"), [(1, 8), (2, 4), (4, 2), (16, 1)])
+def test_few_keys_at_a_time_are_weighed(
+    monkeypatch: pytest.MonkeyPatch, queries: int, tokens: int
+) -> None:
+    """So few that their products with all queries are at most BLOCK numbers, or one."""
+    monkeypatch.setattr(evictors.queries, "BLOCK", 64)
+    k = jnp.arange(2 * 11 * 4, dtype=jnp.float32).reshape(1, 2, 11, 4)
+    weighed = list[int]()
+
+    def score(part: Any) -> Any:
+        weighed.append(part.shape[2])
+        return jnp.tile(jnp.sum(part, axis=-1)[:, :, None], (1, 1, queries, 1))
+
+    found = evictors.queries._by_blocks(score, k, queries)
+    assert set(weighed) == {tokens}
+    np.testing.assert_array_equal(found, score(k))
