@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -48,8 +49,8 @@ def _list(registry: Mapping[str, Preset]) -> None:
     from rich.table import Table
 
     table = Table(
-        caption="Bytes per token: one layer of Llama-3.1-8B at long context, with 8 KV heads of head size 128 in "
-        "bfloat16. `kvjax methods NAME` lists the settings of a method."
+        caption="Bytes per token, on the device and the host: one layer of Llama-3.1-8B at long context, with 8 "
+        "KV heads of head size 128 in bfloat16. `kvjax methods NAME` lists the settings of a method."
     )
     for title in ("name", "what it keeps", "bytes per token", "least budget", "paper"):
         table.add_column(title, justify="right" if title == "bytes per token" else "left")
@@ -87,7 +88,7 @@ def _describe(preset: Preset, name: str) -> None:
     first, *_ = inspect.cleandoc(preset.make.__doc__ or "").split("\n\n")
     if first:
         write(f"{' '.join(first.split())}\n\n")
-    write(f"{_about(preset)}{_bytes(preset):,} bytes per token.{_settings(preset)}\n")
+    write(f"{_about(preset)}{_memory(preset)}{_settings(replace(preset, label=name))}\n")
     if not settings:
         write("It has no settings.\n")
         return
@@ -103,6 +104,14 @@ def _describe(preset: Preset, name: str) -> None:
 def _about(preset: Preset) -> str:
     """Says what a method of the registry keeps, and its paper."""
     return f"Keeps {preset.keeps}. Paper: {preset.paper}. " if preset.own is None else ""
+
+
+def _memory(preset: Preset) -> str:
+    """Says what a longer text costs, on the device or on the host."""
+    added = _bytes(preset)
+    if added == 0:
+        return "The cache stays as large as its budget, however long the text is."
+    return f"{added:,} bytes per token in each layer of a Llama-3.1-8B in bfloat16."
 
 
 def _settings(preset: Preset) -> str:

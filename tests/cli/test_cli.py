@@ -270,6 +270,26 @@ def test_a_method_tells_its_settings(kvjax):
     assert_one_line(kvjax("methods", "QEST"), "unknown cache 'QEST'; did you mean 'quest'?")
 
 
+def test_the_papers_setting_of_an_own_method_is_written_as_a_command_takes_it(kvjax, tmp_path):
+    own = tmp_path / "mine.py"
+    own.write_text(
+        "import kvjax\n"
+        "from kvjax.presets.preset import published\n"
+        "@published('all', paper='Mine 2026', paper_setting='budget=64')\n"
+        "def mine(budget: int = 32):\n"
+        "    return kvjax.Retrieval(selector=kvjax.Fier(), budget=budget)\n"
+    )
+    _, out, _ = kvjax("methods", f"{own}:mine")
+    assert f"The paper's setting: {own}:mine:budget=64." in " ".join(out.split())
+
+
+def test_a_method_says_whether_its_cache_grows_with_the_text(kvjax):
+    assert (
+        "4,096 bytes per token in each layer of a Llama-3.1-8B" in kvjax("methods", "full")[1]
+    )
+    assert "as large as its budget" in kvjax("methods", "h2o")[1]
+
+
 @pytest.mark.parametrize("name", presets.REGISTRY)
 def test_a_presets_docstring_explains_each_setting_once_in_order(name):
     preset = presets.REGISTRY[name]
