@@ -21,7 +21,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvjax.policies import Policy
+from kvjax.policies import PerLayer, Policy
 from kvjax.policies.contract import unchecked
 from kvjax.spec import CacheSpec
 from kvjax.validation import check_verbs, naming_absent, short_repr
@@ -98,7 +98,8 @@ def check_policy(
     parts to look at.
 
     Args:
-      policy: any object with the verbs of `kvjax.Policy`, for one layer.
+      policy: any object with the verbs of `kvjax.Policy`, for one layer; of what a preset
+        returns, the policy of the layers that do not attend to everything.
       spec: sizes to run with; default a small f32 cache of three rows, with room for several
         chunks of the policy.
       laws: names from `LAWS`; default all.
@@ -116,6 +117,8 @@ def check_policy(
         raise ValueError(
             f"check_policy got the class {policy.__name__}; give an instance, {policy.__name__}(...)"
         )
+    if isinstance(policy, PerLayer):
+        policy = policy.rest
     check_verbs(
         "check_policy(policy=...)",
         policy,

@@ -183,6 +183,13 @@ def test_an_error_of_the_policy_is_a_failure_and_other_laws_run() -> None:
     assert report["prompt_attends_causally"].outcome == "held"
 
 
+def test_check_policy_takes_what_a_preset_returns() -> None:
+    policies = kvjax.presets.fier(64)
+    report = testing.check_policy(policies, laws=["policy_is_a_value"])
+    assert report.policy == policies.rest != policies.first[0]
+    assert report["policy_is_a_value"].outcome == "held"
+
+
 def test_check_policy_refuses_what_is_no_policy_or_law() -> None:
     with pytest.raises(
         ValueError, match=r"got the class Full; give an instance, Full\(\.\.\.\)"
