@@ -93,7 +93,10 @@ MOST_STOPS = 16  # stop strings of a request
 LONGEST_STOP = 200  # characters
 
 
-brief = reprlib.Repr(maxstring=120, maxother=120).repr
+_shortened = reprlib.Repr()  # whose arguments Python 3.11 does not take
+_shortened.maxstring = 120
+_shortened.maxother = 120
+brief = _shortened.repr
 
 
 class Serving:
