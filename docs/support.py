@@ -278,6 +278,16 @@ compiler has compiled [some](#tpus). The kernels need an NVIDIA GPU of [these](#
 plain JAX does the same work, or on any GPU attends to all where an H100 does so faster ([how
 fast](performance.md#the-same-in-plain-jax)). An export with kernels is for CUDA alone: make one for each platform.
 
+## Versions
+
+- `jax 0.10.2` with `Python 3.11`: all tests, in plain JAX.
+- `jax 0.11.2` with `Python 3.12`: all tests. Kernels run in a simulator, are compiled for each of [these
+  GPUs](#gpus), and were measured on two of them.
+- The newest jax, `0.12.0.1` when this was written, with `Python 3.12`: a part of the tests. Programs are
+  compiled for GPUs and TPUs.
+
+`Python 3.13` runs a part of the tests. `constraints.txt` pins the versions of the first two.
+
 ## Methods and features
 
 {table(["method", *TRACED, *SETTINGS], rows)}
