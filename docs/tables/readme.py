@@ -52,7 +52,7 @@ def speed() -> str:
     }
     for form, card in (
         ("here", "H100"),
-        ("8.9", "H100, running the kernels built for compute capability 8.9"),
+        ("8.9", "H100 by the kernels for 8.9"),
     ):
         add(f"{card}, 131072 x 1", [found[form, f"step {name}"] for name in METHODS])
     others = ", ".join(one for one in simt.ARCHITECTURES if one != "9.0")
