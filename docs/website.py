@@ -1,5 +1,5 @@
-"""Builds the site: `python -m docs.website OUT` writes its HTML; `--execute` runs the notebooks
-and shows their output.
+"""Builds the site: `python -m docs.website OUT` writes its HTML. Notebooks show the outputs that
+their files have, with `--execute` those of a run.
 
 The pages are staged in a temporary tree with the repository's own folders, so that links of
 README.md and docs/ work both on a code host and on the site. Each section of docs/methods.md
@@ -282,7 +282,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path, help="folder for the HTML")
     parser.add_argument(
-        "--execute", action="store_true", help="run the notebooks, to show their outputs"
+        "--execute", action="store_true", help="run the notebooks, and show these outputs"
     )
     parser.add_argument(
         "--online",
