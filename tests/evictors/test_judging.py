@@ -226,12 +226,7 @@ def test_worth_is_that_of_the_paper(rule: str, kind: str) -> None:
     step = Step(Logits(q.shape[-1] ** -0.5))
     batch = (np.moveaxis(q, 0, 2), position, score, keys, values)
     got = np.asarray(
-        run(
-            *(
-                jnp.asarray(a[None].astype(np.int32 if a.dtype.kind == "i" else np.float32))
-                for a in batch
-            )
-        )
+        run(*(a[None].astype(np.int32 if a.dtype.kind == "i" else np.float32) for a in batch))
     )
     for h in range(heads):
         there = position[h] >= 0
@@ -276,18 +271,15 @@ def test_lag_scores_tokens_alike_beside_empty_slots(count: int) -> None:
     rng = np.random.default_rng(count)
     k, v = (rng.standard_normal((1, 1, 30, 8)).astype(np.float32) for _ in range(2))
 
+    @jax.jit
+    def scored(position: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        held = Tokens(None, position, jnp.array([count]), k.shape[2], k, v, None)
+        return lag.score_all(held)
+
     def scores(slots: int) -> np.ndarray:
         position = np.where(np.arange(slots) < count, np.arange(slots), -1)[None, None]
-        held = Tokens(
-            None,
-            jnp.asarray(position, jnp.int32),
-            jnp.array([count]),
-            slots,
-            jnp.asarray(k[:, :, :slots]),
-            jnp.asarray(v[:, :, :slots]),
-            None,
-        )
-        return np.asarray(lag.score_all(held))[0, 0, :count]
+        held = scored(position.astype(np.int32), k[:, :, :slots], v[:, :, :slots])
+        return np.asarray(held)[0, 0, :count]
 
     compared = 2 + (count - 2) // 4 * 4 - 4
     np.testing.assert_array_equal(
@@ -408,10 +400,11 @@ def test_logarithmic_spacing_is_that_of_blocks_that_are_thinned(slots: int) -> N
             leaves |= dict.fromkeys(held[1 : 2 * W : 2], thinnings)
             held[: 2 * W] = held[: 2 * W : 2]
             thinnings += 1
-    position = jnp.asarray(sorted(leaves), jnp.int32)[None, None]
-    score = LogSpaced().score(None, position, jnp.array([40 * W]), slots)
-    assert np.asarray(score)[0, 0].tolist() == [leaves[token] for token in sorted(leaves)]
-    assert np.isposinf(LogSpaced().score(None, position * 0, jnp.array([40 * W]), slots)).all()
+    position = np.array(sorted(leaves), np.int32)[None, None]
+    score = jax.jit(lambda at, length: LogSpaced().score(None, at, length, slots))
+    length = np.array([40 * W], np.int32)
+    assert score(position, length)[0, 0].tolist() == [leaves[token] for token in sorted(leaves)]
+    assert np.isposinf(score(0 * position, length)).all()
 
 
 @pytest.mark.parametrize(
@@ -491,10 +484,8 @@ def test_keys_that_close_up_often_are_rounded_once(case: str) -> None:
     policy = Evicting(evictor=evictor, budget=budget, every=every, rope=ROPE)
     spec = CacheSpec(batch=2, q_heads=2, kv_heads=2, head_dim=16, capacity=100)
     total, prompts = 1200, np.array([70, 7])
-    q, k, v = (
-        jax.random.normal(key, (2, total, 2, 16), jnp.bfloat16)
-        for key in jax.random.split(jax.random.key(2), 3)
-    )
+    drawn = np.random.default_rng(2).standard_normal((3, 2, total, 2, 16), np.float32)
+    q, k, v = drawn.astype(jnp.bfloat16)
     cache = kvjax.init_layer(policy, spec)
     first = (a[:, :70] for a in (q, k, v))
     _, cache = kvjax.attention(cache, *first, lengths=prompts)
@@ -502,18 +493,19 @@ def test_keys_that_close_up_often_are_rounded_once(case: str) -> None:
     def step(cache: Any, token: Any) -> Any:
         return kvjax.attention(cache, *(a[:, None] for a in token))[1], None
 
-    rest = tuple(jnp.moveaxis(a[:, 70:], 1, 0) for a in (q, k, v))
+    rest = tuple(np.moveaxis(a[:, 70:], 1, 0) for a in (q, k, v))
     cache, _ = jax.lax.scan(step, cache, rest)
     _, cache = kvjax.attention(cache, *(a[:, 50:60] for a in (q, k, v)))  # a further prompt
-    state = cache.state
-    came = np.asarray(k, np.float64)
+    tokens, positions = cache.state.tokens, np.asarray(cache.state.position)
+    keys, counts = np.asarray(tokens.k), np.asarray(tokens.count)
+    came = k.astype(np.float64)
     for row, prompt in enumerate(prompts):
         text = np.concatenate([came[row, :prompt], came[row, 70:], came[row, 50:60]])
         for head in range(2):
-            at = np.asarray(state.position[row, head, : int(state.tokens.count[row])])
+            at = positions[row, head, : counts[row]]
             assert (np.diff(at) > 0).all()
             expected = turned(text[at, head], np.arange(len(at)) - at)
-            found = np.asarray(state.tokens.k[row, head, : len(at)], np.float64)
+            found = keys[row, head, : len(at)].astype(np.float64)
             error = np.linalg.norm(found - expected, axis=-1)
             assert (error / np.linalg.norm(expected, axis=-1)).max() < 2**-8
 

@@ -1,5 +1,7 @@
 """The forms that a program for a TPU has give what those of other platforms give."""
 
+from functools import partial
+
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,11 @@ from kvjax.numerics.selection import Selection
 from kvjax.ops import attend, select
 from kvjax.selectors.fier import Fier
 
+# Each operation of a form that is not under jit would be a program for each shape.
+write_slices = jax.jit(blocks._write_slices)
+scatter_tokens = jax.jit(blocks._scatter_tokens)
+top_by_places = jax.jit(select._top_by_places, static_argnums=1)
+
 
 @given(
     rows=st.sampled_from([1, 3]),
@@ -28,16 +35,17 @@ def test_slices_write_what_a_scatter_writes(
     rng = np.random.default_rng(0)
     kinds = ((3,), jnp.float32), ((), jnp.float32), ((3,), jnp.uint8)
 
-    def arrays(tokens: int) -> list[jax.Array]:
+    def arrays(tokens: int) -> list[np.ndarray]:
         shapes = [(rows, 2, tokens, *rest) for rest, _ in kinds]
         values = [100 * rng.random(size=shape) for shape in shapes]
-        return [jnp.asarray(x, dtype) for x, (_, dtype) in zip(values, kinds, strict=True)]
+        return [x.astype(dtype) for x, (_, dtype) in zip(values, kinds, strict=True)]
 
     buffers, news = arrays(9), arrays(length)
-    where = jnp.array(starts[:rows]), jnp.minimum(jnp.array(counts[:rows]), length)
+    start = np.array(starts[:rows], np.int32)
+    count = np.minimum(np.array(counts[:rows], np.int32), length)
     for got, want in zip(
-        blocks._write_slices(buffers, news, *where),
-        blocks._scatter_tokens(buffers, news, *where),
+        write_slices(buffers, news, start, count),
+        scatter_tokens(buffers, news, start, count),
         strict=True,
     ):
         np.testing.assert_array_equal(got, want)
@@ -77,8 +85,8 @@ def scores_of(kind: str) -> np.ndarray:
 )
 @pytest.mark.parametrize("k", [1, 600, 4096])
 def test_top_by_places_is_top_k(kind: str, k: int) -> None:
-    ranked = jnp.asarray(scores_of(kind))
-    best, slots = select._top_by_places(ranked, k)
+    ranked = scores_of(kind)
+    best, slots = top_by_places(ranked, k)
     want_best, want_slots = lax.top_k(ranked, k)
     np.testing.assert_array_equal(best, want_best)
     np.testing.assert_array_equal(slots, want_slots)
@@ -132,11 +140,11 @@ def test_pages_gathered_at_once_are_their_tokens(
 @pytest.mark.parametrize(("tokens", "listed"), [(700, 90), (520, 520), (40, 7)])
 def test_estimates_of_all_keys_are_those_of_the_listed(tokens: int, listed: int) -> None:
     rng = np.random.default_rng(0)
-    q = jnp.asarray(rng.normal(size=(2, 2, 3, 64)), jnp.float32)
-    keys = encode(jnp.asarray(rng.normal(size=(2, 2, tokens, 64)), jnp.float32))
-    slots = jnp.asarray(rng.integers(0, tokens + 3, size=(2, 2, 3, listed)), jnp.int32)
+    q = rng.normal(size=(2, 2, 3, 64)).astype(np.float32)
+    keys = jax.jit(encode)(rng.normal(size=(2, 2, tokens, 64)).astype(np.float32))
+    slots = rng.integers(0, tokens + 3, size=(2, 2, 3, listed)).astype(np.int32)
     got, want = (
-        form(q, keys, slots, logits=Logits(0.3))
+        jax.jit(partial(form, logits=Logits(0.3)))(q, keys, slots)
         for form in (select._rerank_all, select._rerank_blocks)
     )
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
