@@ -27,24 +27,6 @@ same time, and so read host memory for the next step (`Speculative`) during the 
 one. `kvjax.generate`'s loop uses it. From jax 0.12, operations that do not depend on each other
 then have memory of their own, whatever their order."""
 
-ONE_GRAPH: dict[str, Any] = {
-    # XLA's default, and the exchanges
-    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,"
-    "CONDITIONAL,COLLECTIVES",
-    # XLA's own kernels for exchanges, from jax 0.11 on, count their calls in an argument: the
-    # host would change each of their nodes before every step. Those of NCCL stay as they are.
-    **(
-        {"xla_gpu_experimental_use_collective_kernels": ""}
-        if jax.__version_info__ >= (0, 11)
-        else {}
-    ),
-}
-"""Options with which the exchanges of a program over several GPUs are nodes of its CUDA graph.
-
-By default the exchanges of a step are between its graphs, and the host starts each. They change
-nothing on one device, which has no exchanges.
-"""
-
 QUICK: dict[str, Any] = {
     "xla_gpu_enable_triton_gemm": False,  # products by cuBLAS: XLA would compile and time dozens of its own for each
     "xla_gpu_dot_merger_threshold_mb": 0,  # or the weights of some products would be joined in every step

@@ -152,13 +152,8 @@ def _times_full(full: float, draft: float, verification: float, right: float) ->
     return tokens * full / (4 * draft + verification)
 
 
-FORMS = {
-    "one": "one GPU",
-    "over_two": "tokens 2, by share",
-    "before": "tokens 4, by share, exchanges outside of the graph",
-    "graph": "tokens 4, by share",
-    "while": "the same, loop in the graph",
-}
+FORMS = {"before": "as it is", "graph": "exchanges in the graph"}
+BLOCK = 32  # steps of a call that benchmarks/step_trace.py times
 SPENT = ("products_us", "attention_us", "scores_us", "selection_us", "rest_us")
 
 
@@ -177,10 +172,52 @@ def by_kind() -> str:
         means = (sum(gpu[name] for gpu in gpus) / len(gpus) for name in SPENT)
         spread = (_from_to([gpu[name] for gpu in gpus]) for name in ("exchanges_us", "idle_us"))
         step = f"{gpus[0]['tpot_ms']:.2f}"
-        body.append([form, step, *(f"{us:.0f}" for us in means), *spread])
-    header = ("GPUs", "a step, ms", "products", "attention", "scores", "selection", "other kernels",
-              "exchanges", "no kernel")  # fmt: skip
+        one = f"{gpus[0]['call_of_one_ms']:.1f}"
+        further = f"{_further_step(label):.2f}"
+        body.append([form, step, one, further, *(f"{us:.0f}" for us in means), *spread])
+    header = ("program", "a step, ms", "a call of one step, ms", "a further step, ms", "products", "attention",
+              "scores", "selection", "other kernels", "exchanges", "no kernel")  # fmt: skip
     return markdown(header, body)
+
+
+def _step_of(label: str) -> dict[str, Any]:
+    return next(row for row in load_rows("step_trace") if row["label"] == label)
+
+
+def _further_step(label: str) -> float:
+    """Milliseconds of a step beyond the first of a call."""
+    row = _step_of(label)
+    return float(BLOCK * row["tpot_ms"] - row["call_of_one_ms"]) / (BLOCK - 1)
+
+
+def starting_ms(label: str) -> str:
+    """Milliseconds that a call of the loop takes beside its steps."""
+    return f"{_step_of(label)['call_of_one_ms'] - _further_step(label):.0f}"
+
+
+def exchanging_ms(label: str) -> str:
+    """Milliseconds of the exchanges of a step on the GPU that waits least, which comes last."""
+    own = [row["exchanges_us"] for row in load_rows("step_trace") if row["label"] == label]
+    return f"{min(own) / 1e3:.1f}"
+
+
+def computing_ms() -> str:
+    """Milliseconds of a step in kernels that are no exchanges, the mean over the GPUs."""
+    rows = [row for row in load_rows("step_trace") if row["label"] == "before"]
+    return f"{sum(row[name] for row in rows for name in SPENT) / len(rows) / 1e3:.1f}"
+
+
+def traced_of_one_gpu(label: str) -> str:
+    """A step by share over four H200s as traced, over that of one in the same run."""
+    traced = _step_of(label)
+    (one,) = [
+        row["tpot_ms_min"]
+        for row in load_rows("devices")
+        if (row["device"], row["part"], row["placement"], row["layers"])
+        == (traced["device"], "times", "none", traced["layers"])
+        and all(row[name] == traced[name] for name in ("method", "length", "batch", "budget"))
+    ]
+    return short(traced["tpot_ms"] / one)
 
 
 def _from_to(numbers: list[float]) -> str:
@@ -271,6 +308,17 @@ def share_quality() -> str:
             cells += [_known(seen.get((part, way))) for way in ("exact", "share")]
         body.append([str(cell) for cell in cells])
     return markdown(header, body)
+
+
+def kept(model: str, method: str, devices: int) -> str:
+    """The mass of a selection by share over that of an exact one."""
+    mass = {
+        row["selection"]: row["mass"]
+        for row in load_rows("shares")
+        if (row["part"], row["model"], row["method"], row["devices"])
+        == ("mass", model, method, devices)
+    }
+    return short(mass["share"] / mass["exact"], 3)
 
 
 def _known(number: float | None) -> str:
@@ -455,6 +503,14 @@ VALUES: dict[str, Callable[[], str]] = {
     "fier_by_share_of_one": partial(of_one_gpu, "fier", "ctx=4+share"),
     "quest_by_share_of_one": partial(of_one_gpu, "quest", "ctx=4+share"),
     "pariskv_by_share_of_one": partial(of_one_gpu, "pariskv", "ctx=4+share"),
+    "quest_kept": partial(kept, "SmolLM2-135M-Instruct", "quest", 4),
+    "traced_of_one_gpu": partial(traced_of_one_gpu, "before"),
+    "traced_in_graph_of_one_gpu": partial(traced_of_one_gpu, "graph"),
+    "starting_ms": partial(starting_ms, "before"),
+    "starting_in_graph_ms": partial(starting_ms, "graph"),
+    "exchanging_ms": partial(exchanging_ms, "before"),
+    "exchanging_in_graph_ms": partial(exchanging_ms, "graph"),
+    "computing_ms": computing_ms,
     "full_by_tokens_of_one": partial(of_one_gpu, "full", "ctx=4"),
     "fier_by_heads_of_one": partial(of_one_gpu, "fier", "model=4"),
     "fier_layers_ms": partial(by_share_ms, "layers"),

@@ -32,7 +32,7 @@ from kvjax.generation.drafts import Draw, Round, accepted
 from kvjax.generation.prefilling import Model, kinds_of, like
 from kvjax.generation.processors import History, Rules, process
 from kvjax.generation.sampling import Draws, drawing
-from kvjax.memory import CONCURRENT, ONE_GRAPH, QUICK, commit_together, on_host
+from kvjax.memory import CONCURRENT, QUICK, commit_together, on_host
 from kvjax.numerics.blocks import put_last
 from kvjax.policies import Info, Policy
 from kvjax.sharding.placement import call_model
@@ -177,7 +177,7 @@ def count_attended(
     jax.jit,
     static_argnames=("measure", "exact", "log_probabilities"),
     donate_argnames="cache",
-    compiler_options=CONCURRENT | ONE_GRAPH,
+    compiler_options=CONCURRENT,
 )
 def decode_loop(
     model: Model,
@@ -500,7 +500,7 @@ class DraftLoop(NamedTuple):
     jax.jit,
     static_argnames=("measure", "log_probabilities"),
     donate_argnames=("cache", "state"),
-    compiler_options=CONCURRENT | ONE_GRAPH,
+    compiler_options=CONCURRENT,
 )
 def draft_loop(
     model: Model,

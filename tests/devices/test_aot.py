@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import kvjax
 from kvjax import CacheSpec, LayerCache, Placement, ops, presets
 from kvjax.generation import decode_step
-from kvjax.memory import ONE_GRAPH, nbytes, shapes
+from kvjax.memory import nbytes, shapes
 from kvjax.models import Decoder, DecoderConfig, weights
 from kvjax.models.decoder import embed
 from kvjax.ops import chunk as prompt
@@ -230,29 +230,6 @@ def test_chunk_of_a_prompt_is_cudnn_calls_on_the_part_of_a_device(
     # of attention, in f32
     part = 4 * SPEC.batch // 2 * SPEC.q_heads * ctx // 4 * 2048 * (head_dim + 1)
     assert temporary < (1.3 if ctx == 1 else 3.3) * part
-
-
-def test_exchanges_of_a_loop_are_those_of_nccl_between_gpus_with_nvlink(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """XLA's own kernels count their calls, so the host would change their nodes of a graph before
-    each step."""
-    links = "device_address_bits: 64 device_interconnect_info {{ active_links: 18 }}"
-    monkeypatch.setattr(aot, "TARGET", aot.TARGET.replace("device_address_bits: 64", links))
-    at = Mesh(np.array(aot.devices_of(aot.H200, "1x1x2")), ("ctx",))
-    whole = PartitionSpec()
-    add = jax.shard_map(
-        lambda x: jax.lax.psum(2 * x, "ctx"),
-        mesh=at,
-        in_specs=whole,
-        out_specs=whole,
-        check_vma=False,
-    )
-    x = jax.ShapeDtypeStruct((2, 4096), jnp.bfloat16, sharding=NamedSharding(at, whole))
-    own = "KERNEL_STRATEGY_TRITON"
-    for options, found in ((None, True), (ONE_GRAPH, False)):
-        program = jax.jit(add, compiler_options=options).lower(x).compile().as_text()
-        assert (own in program) == found
 
 
 def test_one_token_is_looked_up_without_gathering_the_table() -> None:
