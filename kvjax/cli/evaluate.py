@@ -86,7 +86,9 @@ def evaluate(
     ] = None,
     length: Annotated[
         str | None,
-        optional("Tokens of prompt and answer together. Several: 4K,8K. Default: 2K."),
+        optional(
+            "Tokens of prompt and answer together. Several: 4K,8K. Default: 2K, and 4K for a board."
+        ),
     ] = None,
     samples: Annotated[int | None, optional("Examples per task. Default: 64.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the tasks.")] = 0,
@@ -178,9 +180,11 @@ def evaluate(
     lengths = None if length is None else sizes("--length", length)
     budgets = None if budget is None else sizes("--budget", budget)
     if board:
-        from kvjax.evaluate.board import TASKS, default_budgets, default_caches
+        from kvjax.evaluate.board import TASKS, TOKENS, default_budgets, default_caches
 
-        task = task or list(TASKS)
+        if not task:
+            task = list(TASKS)
+            lengths = lengths or [TOKENS]
         cache = cache or default_caches(subject.unloaded.config)
         if budgets is None and without_budget(cache):
             budgets = default_budgets(max(lengths or [LENGTH]))

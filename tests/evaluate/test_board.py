@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 import kvjax
 from docs import tables
@@ -25,6 +26,7 @@ from kvjax.evaluate.caches import check_rows, make_rows
 from kvjax.evaluate.costs import costs
 from kvjax.evaluate.curves import around, draw, evenly, ratios
 from kvjax.evaluate.store import Cell
+from kvjax.evaluate.tasks import make_tasks
 from kvjax.models.weights import read_settings
 from tests.checkpoint import write_checkpoint
 
@@ -338,6 +340,13 @@ def test_a_wrong_board_is_refused_in_one_line(
 def test_json_of_another_format_is_refused() -> None:
     with pytest.raises(ValueError, match=r"format=1, got 7; make it again with kvjax eval"):
         board.read_rows({"format": 7, "rows": []})
+
+
+def test_each_task_of_a_board_has_room_at_the_boards_own_length() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(models.shipped())
+    tasks = make_tasks(list(board.TASKS), lengths=[board.TOKENS], samples=1)
+    assert len(tasks) == 11
+    assert all(len(task.examples(tokenizer)) == 1 for task in tasks)
 
 
 def test_all_presets_that_apply_can_hold_the_model() -> None:

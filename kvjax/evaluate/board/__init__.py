@@ -5,13 +5,14 @@ Rows come from a run of `kvjax eval --board`, or from the summary of an earlier 
 (`rows_of_summary`).
 """
 
-from kvjax.evaluate.board.defaults import TASKS, default_budgets, default_caches
+from kvjax.evaluate.board.defaults import TASKS, TOKENS, default_budgets, default_caches
 from kvjax.evaluate.board.groups import Group, groups, of_memory, of_reads, times_of
 from kvjax.evaluate.board.page import document, page, read_rows, write
 from kvjax.evaluate.board.rows import Row, rows_of, rows_of_summary
 
 __all__ = [
     "TASKS",
+    "TOKENS",
     "Group",
     "Row",
     "default_budgets",

@@ -1,4 +1,4 @@
-"""Tasks, caches and budgets of a board for which a user names none."""
+"""Tasks, their length, caches and budgets of a board for which a user names none."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from kvjax.numerics.rope import Default
 from kvjax.presets import REGISTRY
 
 TASKS = ("needles", GENERATED_RULER)
+TOKENS = 4096  # the default length of TASKS, of which some have no room in 2048
 MEASURED_HEADS = ("razorattention", "duoattention")  # need a file of `kvjax heads`
 BUDGETS = (128, 32, 8)  # default budgets, as parts of the longest length
 
