@@ -12,8 +12,9 @@ torch, the median of `--calls` calls of several layers; `graph_us` is a layer of
 replayed CUDA graph, with the gaps between kernels.
 
 - "step": from queries, keys and values before the convolution to the output of the rule.
-  kvjax: `kvjax.recurrence.advance` after a flush, which every 32nd step folds the newest tokens
-  into the state; the other steps only read it. fla-core: `causal_conv1d_update`, then
+  kvjax: `kvjax.recurrence.advance` of each layer after a flush of all, which every 32nd step folds
+  the newest tokens into the state; the other steps only read it. "plain JAX" is the same without
+  its kernels. fla-core: `causal_conv1d_update`, then
   `fused_recurrent_gated_delta_rule`, which reads and writes the state in each.
 - "rule alone": fla-core's `fused_recurrent_gated_delta_rule`; kvjax has no step without its
   convolution.
@@ -32,6 +33,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any
 
 import jax
@@ -45,12 +47,15 @@ from layers import clock, numbers, options, out_of, parse, save, show
 from named import names_of
 
 import kvjax
+from kvjax import ops
 from kvjax.models import GatedDelta
-from kvjax.models.gated_delta import DeltaInputs, delta_rule
+from kvjax.models.gated_delta import DeltaInputs
+from kvjax.policies import RecurrentLayers
 from kvjax.recurrence import advance
 
 MOST_ERROR = 2e-2  # of inputs and outputs that are rounded to 8 bits
 STEPS_OF_A_FOLD = 32
+PLAIN = "kvjax, plain JAX"
 Row = dict[str, Any]
 
 
@@ -154,51 +159,65 @@ def normalised(sizes: GatedDelta, qkv: Array) -> list[Array]:
     return [q * sizes.key_dim**-0.5, k, v]
 
 
-def our_layer(sizes: GatedDelta, given: Given) -> kvjax.LayerCache:
-    """A layer's cache with the given state and inputs before."""
-    batch = given.state.shape[0]
+def our_cache(sizes: GatedDelta, given: Given, layers: int) -> kvjax.Cache:
+    """A cache of so many gated delta nets, each with the given state and inputs before, and one
+    layer of attention, which every cache has."""
     spec = kvjax.CacheSpec(
-        batch=batch, q_heads=1, kv_heads=1, head_dim=8, capacity=64, dtype="bfloat16"
-    )
-    cache = kvjax.init_layer(sizes, spec)
-    memory = cache.state.memory
-    filled = dataclasses.replace(
-        memory,
-        state=jnp.array(given.state),
-        inputs=memory.inputs.at[:, : sizes.kernel - 1].set(
+        batch=given.state.shape[0], q_heads=1, kv_heads=1, head_dim=8, capacity=64, dtype="bfloat16",
+        recurrent=RecurrentLayers(sizes, tuple(range(layers))),
+    )  # fmt: skip
+    cache = kvjax.init(kvjax.Full(), spec, layers=layers + 1)
+
+    def filled(layer: kvjax.LayerCache) -> kvjax.LayerCache:
+        memory = layer.state.memory
+        inputs = memory.inputs.at[:, : sizes.kernel - 1].set(
             given.before.astype(memory.inputs.dtype)
-        ),
-    )
-    return dataclasses.replace(cache, state=dataclasses.replace(cache.state, memory=filled))
+        )
+        memory = dataclasses.replace(memory, state=jnp.array(given.state), inputs=inputs)
+        return dataclasses.replace(layer, state=dataclasses.replace(layer.state, memory=memory))
+
+    return dataclasses.replace(cache, layers=(*map(filled, cache.layers[:-1]), cache.layers[-1]))
 
 
 def our_rows(
     sizes: GatedDelta, given: Given, prompt: Given | None, case: Case
 ) -> Iterator[Row]:
+    """With kvjax's kernels where it has some, and in plain JAX."""
+    if case.quick:
+        return by_form(PLAIN, sizes, given, prompt, case)
+    return chain(
+        by_form("kvjax", sizes, given, prompt, case), by_form(PLAIN, sizes, given, prompt, case)
+    )
+
+
+def by_form(
+    library: str, sizes: GatedDelta, given: Given, prompt: Given | None, case: Case
+) -> Iterator[Row]:
+    implementation: ops.Implementation | None = "xla" if library == PLAIN else None
     kernel = jnp.asarray(given.kernel, jnp.bfloat16)
     tokens = DeltaInputs(
         jnp.asarray(given.qkv, jnp.bfloat16), jnp.asarray(given.decay), jnp.asarray(given.rate)
     )
 
-    def step(
-        caches: tuple[kvjax.LayerCache, ...], tokens: DeltaInputs
-    ) -> tuple[list[Array], tuple[kvjax.LayerCache, ...]]:
+    def step(cache: kvjax.Cache, tokens: DeltaInputs) -> tuple[list[Array], kvjax.Cache]:
+        cache = kvjax.flush(cache)
         outs, after = [], []
-        for cache in caches:
-            out, cache = advance(kvjax.flush(cache), tokens, kernel)
+        for layer in cache.layers[:-1]:
+            out, layer = advance(layer, tokens, kernel)
             tokens, out = lax.optimization_barrier((tokens, out))  # layers do not run at once
             outs.append(out)
-            after.append(cache)
-        return outs, tuple(after)
+            after.append(layer)
+        return outs, dataclasses.replace(cache, layers=(*after, cache.layers[-1]))
 
     layers = case.layers(given.state.nbytes)
-    run = jax.jit(step, donate_argnums=0)
-    outs, caches = run(tuple(our_layer(sizes, given) for _ in range(layers)), tokens)
-    wanted = step_by_hand(sizes, given, convolved(given))
-    error = require(distance(outs[-1][:, 0], wanted), MOST_ERROR, "kvjax, step")
-    calls = case.calls if case.quick else 2 * STEPS_OF_A_FOLD  # each layer folds twice
-    took, _ = clock(run, caches, tokens, calls=calls)
-    yield row("step", "kvjax", took.us / layers, error, parts=per_layer(took.parts, layers))
+    with ops.use(implementation):
+        run = jax.jit(step, donate_argnums=0)
+        outs, cache = run(our_cache(sizes, given, layers), tokens)
+        wanted = step_by_hand(sizes, given, convolved(given))
+        error = require(distance(outs[-1][:, 0], wanted), MOST_ERROR, f"{library}, step")
+        calls = case.calls if case.quick else 2 * STEPS_OF_A_FOLD  # each layer folds twice
+        took, _ = clock(run, cache, tokens, calls=calls)
+    yield row("step", library, took.us / layers, error, parts=per_layer(took.parts, layers))
 
     if prompt is None:
         return
@@ -206,21 +225,22 @@ def our_rows(
     # No activation before the rule: a prompt here is what the convolution gave.
     @jax.jit
     def read(state: Array, qkv: Array, decay: Array, rate: Array) -> tuple[Array, Array]:
-        return delta_rule(*normalised(sizes, qkv), decay, rate, state)
+        return ops.delta_rule(*normalised(sizes, qkv), decay, rate, state, dtype=qkv.dtype)
 
     args = [
         jnp.asarray(prompt.qkv, jnp.bfloat16),
         *map(jnp.asarray, (prompt.decay, prompt.rate)),
     ]
-    out, state = read(jnp.asarray(prompt.state), *args)
-    error = prompt_error(sizes, prompt, out[:, -1], state)
-    took, _ = clock(
-        lambda state, *args: (read(state, *args)[0], state),
-        jnp.asarray(prompt.state),
-        *args,
-        calls=min(case.calls, 5),
-    )
-    yield row("prompt", "kvjax", took.us, error, parts=per_layer(took.parts, 1))
+    with ops.use(implementation):
+        out, state = read(jnp.asarray(prompt.state), *args)
+        error = prompt_error(sizes, prompt, out[:, -1], state)
+        took, _ = clock(
+            lambda state, *args: (read(state, *args)[0], state),
+            jnp.asarray(prompt.state),
+            *args,
+            calls=min(case.calls, 5),
+        )
+    yield row("prompt", library, took.us, error, parts=per_layer(took.parts, 1))
 
 
 # ------------------------------------------------------------------------------------ fla-core
@@ -327,7 +347,7 @@ def row(
     graph_us: float | None = None,
 ) -> Row:
     shown = {name: round(us, 2) for name, us in list(parts.items())[:24]}
-    kernels = {"parts": shown, "version": version(library)}
+    kernels = {"parts": shown, "version": version(library.partition(",")[0])}
     return {
         "part": part,
         "library": library,

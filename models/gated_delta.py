@@ -35,15 +35,13 @@ import numpy as np
 from jax import Array, lax
 from jax.tree_util import register_dataclass
 
+from kvjax.numerics.convolution import causal_conv, take_slots
+from kvjax.ops.delta import delta_rule, delta_step, last_decay, product, split_heads
 from kvjax.policies.recurrent import Recurrent
 from kvjax.spec import keep_ints
 
 from .activations import ACTIVATIONS
-from .short_conv import causal_conv, put_slots, take_slots
 
-CHUNK = 64  # tokens whose corrections are solved for together
-SEGMENT = 32  # chunks that are prepared together, which bounds the memory of a long prompt
-_PRECISION = "highest"  # the default on a GPU would round f32 operands to 10 bits
 
 
 class DeltaInputs(NamedTuple):
@@ -117,7 +115,9 @@ class GatedDelta(Recurrent):
         real = (jnp.arange(q.shape[1], dtype=jnp.int32)[None] < count[:, None])[..., None]
         decay = jnp.where(real, inputs.decay, 0)
         rate = jnp.where(real, inputs.rate, 0)
-        out, state = delta_rule(q, k, v, decay, rate, memory.state)
+        out, state = delta_rule(
+            q, k, v, decay, rate, memory.state, dtype=np.dtype(inputs.qkv.dtype)
+        )
         kept = take_slots(joined, count, self.kernel - 1)
         new = DeltaMemory(
             state,
@@ -139,43 +139,28 @@ class GatedDelta(Recurrent):
         """Outputs f32[B, T, H, Dv] of decode steps: reads the state, and writes only k, d and G
         of the new tokens.
         """
-        T = inputs.qkv.shape[1]
-        joined = put_slots(memory.inputs, inputs.qkv, self.kernel - 1 + held, count)
-        window = take_slots(joined, held, T + self.kernel - 1)
-        q, k, v = self._split(causal_conv(window, weights, like=inputs.qkv))
-        total = _last(memory.decay, held)[:, None] + jnp.cumsum(inputs.decay, axis=1)
-        keys = put_slots(memory.keys, k, held, count)
-        decay = put_slots(memory.decay, total, held, count)
-        from_state = self._read_state(memory.state, jnp.concatenate([k, q], axis=1))
-        predicted, out = jnp.split(from_state, 2, axis=1)
-
-        # the d of each new token: first against the state and the tokens before this call
-        slot = jnp.arange(self.newest, dtype=jnp.int32)[None]
-        before = (slot < held[:, None])[:, None]  # [B, 1, P]
-        alike = self._weighted(k, keys, total, decay, before)
-        predicted = jnp.exp(total)[..., None] * predicted
-        predicted += _product("bhtp,bphe->bthe", alike, memory.written)
-        written = inputs.rate[..., None] * (v - predicted)
-        if T > 1:  # then against each other
-            causal = jnp.tril(jnp.ones((T, T), bool), -1)
-            alike = self._weighted(k, k, total, total, causal[None])
-            system = alike * jnp.swapaxes(inputs.rate, 1, 2)[..., None]
-            written = jnp.swapaxes(_solve(system, jnp.swapaxes(written, 1, 2)), 1, 2)
-        written = put_slots(memory.written, written, held, count)
-
-        own = held[:, None] + jnp.arange(T, dtype=jnp.int32)[None]  # slot of each new token
-        up_to = slot[None] <= own[..., None]
-        seen = self._weighted(q, keys, total, decay, up_to)
-        out = jnp.exp(total)[..., None] * out
-        out += _product("bhtp,bphe->bthe", seen, written)
-        return out, DeltaMemory(memory.state, joined, keys, written, decay)
+        out, *kept = delta_step(
+            memory.state,
+            memory.inputs,
+            memory.keys,
+            memory.written,
+            memory.decay,
+            inputs.qkv,
+            inputs.decay,
+            inputs.rate,
+            weights,
+            held + count,
+            count,
+            activation=ACTIVATIONS[self.activation],
+        )
+        return out, DeltaMemory(memory.state, *kept)
 
     def fold(self, memory: DeltaMemory, count: Array) -> DeltaMemory:
-        last = _last(memory.decay, count)  # [B, H]
+        last = last_decay(memory.decay, count)  # [B, H]
         held = jnp.arange(self.newest, dtype=jnp.int32)[None] < count[:, None]
         left = jnp.where(held[..., None], last[:, None] - memory.decay, -jnp.inf)
         keys = self._by_value_head(memory.keys, 2)
-        added = _product("bphd,bphe->bhde", keys * jnp.exp(left)[..., None], memory.written)
+        added = product("bphd,bphe->bhde", keys * jnp.exp(left)[..., None], memory.written)
         kept = take_slots(memory.inputs, count, self.kernel - 1)
         return DeltaMemory(
             jnp.exp(last)[..., None, None] * memory.state + added,
@@ -189,120 +174,9 @@ class GatedDelta(Recurrent):
         """Queries and keys f32[B, T, Hk, Dk], normalised and scaled, and values f32[B, T, H,
         Dv].
         """
-        size = self.key_heads * self.key_dim
-        activated = ACTIVATIONS[self.activation](qkv.astype(jnp.float32))
-        q, k, v = jnp.split(activated, [size, 2 * size], axis=-1)
-        # rounded as the layer's activations are
-        q, k, v = (x.astype(qkv.dtype).astype(jnp.float32) for x in (q, k, v))
-        q = _normalised(q.reshape(*q.shape[:2], self.key_heads, -1)) * self.key_dim**-0.5
-        k = _normalised(k.reshape(*k.shape[:2], self.key_heads, -1))
-        return q, k, v.reshape(*v.shape[:2], self.value_heads, -1)
+        state = qkv.shape[0], self.value_heads, self.key_dim, self.value_dim
+        return split_heads(qkv, self.key_heads, state, ACTIVATIONS[self.activation])
 
     def _by_value_head(self, x: Array, axis: int) -> Array:
         """x with each key head once for every value head that shares it."""
         return jnp.repeat(x, self.value_heads // self.key_heads, axis=axis)
-
-    def _read_state(self, state: Array, x: Array) -> Array:
-        """x [B, T, Hk, Dk] times the states of the heads: [B, T, H, Dv]."""
-        return _product("bthd,bhde->bthe", self._by_value_head(x, 2), state)
-
-    def _weighted(
-        self, x: Array, keys: Array, total: Array, decay: Array, mask: Array
-    ) -> Array:
-        """Products of x [B, T, Hk, Dk] and keys [B, P, Hk, Dk], times the decay from each key to
-        each x, 0 where `mask` bool[B, T, P] is false: f32[B, H, T, P].
-        """
-        products = self._by_value_head(_product("btkd,bpkd->bktp", x, keys), 1)
-        gone = jnp.swapaxes(total, 1, 2)[..., None] - jnp.swapaxes(decay, 1, 2)[:, :, None]
-        return products * jnp.exp(jnp.where(mask[:, None], gone, -jnp.inf))
-
-
-def delta_rule(
-    q: Array, k: Array, v: Array, decay: Array, rate: Array, state: Array
-) -> tuple[Array, Array]:
-    """The gated delta rule of T tokens by chunks: outputs f32[B, T, H, Dv], and the state f32[B,
-    H, Dk, Dv] after them.
-
-    q and k are f32[B, T, Hk, Dk], v f32[B, T, H, Dv], decay and rate f32[B, T, H]; `state` is
-    the one before. A token of decay 0 and rate 0 changes nothing.
-    """
-    T = q.shape[1]
-    chunk = min(CHUNK, max(T, 1))
-    segment = chunk * min(SEGMENT, -(-T // chunk))
-    count = -(-T // segment)
-
-    def in_segments(x: Array) -> Array:
-        padded = jnp.pad(x, ((0, 0), (0, count * segment - T), *((0, 0),) * (x.ndim - 2)))
-        split = padded.reshape(x.shape[0], count, segment // chunk, chunk, *x.shape[2:])
-        return jnp.moveaxis(split, 1, 0)  # [segments, B, chunks, C, ...]
-
-    def one(state: Array, tokens: tuple[Array, ...]) -> tuple[Array, Array]:
-        q, k, v, decay, rate = tokens
-        out, state = _segment(q, k, v, decay, rate, state)
-        return state, out
-
-    state, out = lax.scan(one, state, tuple(map(in_segments, (q, k, v, decay, rate))))
-    out = jnp.moveaxis(out, 0, 1).reshape(q.shape[0], count * segment, *out.shape[-2:])
-    return out[:, :T], state
-
-
-def _segment(
-    q: Array, k: Array, v: Array, decay: Array, rate: Array, state: Array
-) -> tuple[Array, Array]:
-    """`delta_rule` of tokens [B, n, C, ...] in n chunks: [B, n, C, H, Dv], and the state."""
-    C, heads = q.shape[2], v.shape[3]
-    q, k = (jnp.repeat(x, heads // x.shape[3], axis=3) for x in (q, k))
-    q, k, v = (jnp.moveaxis(x, 3, 2) for x in (q, k, v))  # [B, n, H, C, D]
-    rate = jnp.moveaxis(rate, 3, 2)[..., None]  # [B, n, H, C, 1]
-    total = jnp.cumsum(jnp.moveaxis(decay, 3, 2), axis=-1)  # [B, n, H, C]
-    causal = jnp.tril(jnp.ones((C, C), bool))
-    gone = total[..., None] - total[..., None, :]
-    between = jnp.exp(
-        jnp.where(causal[None, None, None], gone, -jnp.inf)
-    )  # decay from a token to a later one
-
-    # The d of each token is linear in the state S before the chunk: written - reading @ S.
-    alike = _product("bnhid,bnhjd->bnhij", k, k) * between * rate
-    shrunk = jnp.exp(total)[..., None]
-    both = _solve(alike, jnp.concatenate([rate * v, rate * shrunk * k], axis=-1))
-    written, reading = jnp.split(both, [v.shape[-1]], axis=-1)
-    seen = _product("bnhid,bnhjd->bnhij", q, k) * between
-    left = jnp.exp(total[..., -1:] - total)[..., None]  # decay from a token to the chunk's end
-
-    def one(state: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
-        written, reading, seen, q, k, shrink = chunk
-        new = written - _product("bhcd,bhde->bhce", reading, state)
-        out = _product("bhcd,bhde->bhce", q, state) + _product("bhij,bhje->bhie", seen, new)
-        state = shrink[..., None] * state + _product("bhcd,bhce->bhde", k, new)
-        return state, out
-
-    chunks = written, reading, seen, q * shrunk, k * left, shrunk[..., -1, :]
-    state, out = lax.scan(one, state, tuple(jnp.moveaxis(x, 1, 0) for x in chunks))
-    return jnp.moveaxis(out, (0, 2), (1, 3)), state
-
-
-def _solve(alike: Array, right: Array) -> Array:
-    """x of (I + A) x = `right`, where A is what `alike` [..., C, C] holds below its diagonal.
-
-    By substitution: a product of powers of A takes less time on a GPU, and loses all digits where
-    keys are alike.
-    """
-    return lax.linalg.triangular_solve(
-        alike, right, left_side=True, lower=True, unit_diagonal=True
-    )
-
-
-def _normalised(x: Array) -> Array:
-    """x over its length, along the last axis."""
-    return x * lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
-
-
-def _last(decay: Array, count: Array) -> Array:
-    """The entry before slot `count` i32[B] of decay [B, P, H], 0 if that is the first: [B, H]."""
-    at = jnp.maximum(count - 1, 0)[:, None, None]
-    found = jnp.take_along_axis(decay, at, axis=1)[:, 0]
-    return jnp.where(count[:, None] > 0, found, 0)
-
-
-def _product(terms: str, x: Array, y: Array) -> Array:
-    return jnp.einsum(terms, x, y, precision=_PRECISION)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from kvjax.numerics.blocks import write
+from kvjax.numerics.convolution import causal_conv, put_slots, take_slots
 from kvjax.policies.recurrent import Recurrent
 from kvjax.spec import keep_ints
 
@@ -58,28 +58,3 @@ class ShortConv(Recurrent):
     def fold(self, memory: Array, count: Array) -> Array:
         kept = take_slots(memory, count, self.kernel - 1)
         return lax.dynamic_update_slice_in_dim(memory, kept, 0, axis=1)
-
-
-def causal_conv(x: Array, kernel: Array, bias: Array | None = None, *, like: Array) -> Array:
-    """Each channel's sum of W adjacent tokens of x [B, W-1+T, C] by a kernel [W, C]: [B, T, C],
-    summed in f32, in the dtype of `like`.
-    """
-    W, T = kernel.shape[0], x.shape[1] - kernel.shape[0] + 1
-    weights = kernel.astype(jnp.float32)
-    out = jnp.zeros((x.shape[0], T, x.shape[2]), jnp.float32)
-    for i in range(W):  # W is 3 or 4
-        out += x[:, i : i + T].astype(jnp.float32) * weights[i][None, None]
-    if bias is not None:
-        out += bias.astype(jnp.float32)[None, None]
-    return out.astype(like.dtype)
-
-
-def take_slots(x: Array, start: Array, size: int) -> Array:
-    """`size` tokens of x [B, S, C] from `start` i32[B] on: [B, size, C]."""
-    slots = start[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
-    return jnp.take_along_axis(x, slots[..., None], axis=1, mode="clip")
-
-
-def put_slots(buffer: Array, new: Array, start: Array, count: Array) -> Array:
-    """buffer [B, S, ...] with new[b, i] in slot start[b] + i, for i < count[b]."""
-    return write(buffer[:, None], new[:, None], start, count)[:, 0]

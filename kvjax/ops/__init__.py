@@ -18,6 +18,7 @@ from kvjax.ops.attend import (
     gather_slots,
     merge_beside,
 )
+from kvjax.ops.delta import delta_rule, delta_step
 from kvjax.ops.host import (
     HotTables,
     host_append,
@@ -77,6 +78,8 @@ __all__ = [
     "attend_span",
     "attend_zones",
     "collide",
+    "delta_rule",
+    "delta_step",
     "device_kind",
     "explain",
     "explained",

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from kvjax.kernels_pallas.attend import attend_slots as attend_slots
     from kvjax.kernels_pallas.attend import attend_span as attend_span
     from kvjax.kernels_pallas.attend import attend_zones as attend_zones
+    from kvjax.kernels_pallas.delta import delta_rule as delta_rule
+    from kvjax.kernels_pallas.delta import delta_step as delta_step
     from kvjax.kernels_pallas.host import host_append as host_append
     from kvjax.kernels_pallas.host import host_rows as host_rows
     from kvjax.kernels_pallas.host import hot_float8 as hot_float8
@@ -43,6 +45,8 @@ else:
         "attend_slots": "kvjax.kernels_pallas.attend.attend_slots",
         "attend_span": "kvjax.kernels_pallas.attend.attend_span",
         "attend_zones": "kvjax.kernels_pallas.attend.attend_zones",
+        "delta_rule": "kvjax.kernels_pallas.delta.delta_rule",
+        "delta_step": "kvjax.kernels_pallas.delta.delta_step",
         "host_append": "kvjax.kernels_pallas.host.host_append",
         "host_rows": "kvjax.kernels_pallas.host.host_rows",
         "hot_float8": "kvjax.kernels_pallas.host.hot_float8",

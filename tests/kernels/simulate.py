@@ -731,9 +731,10 @@ def _step(
             two = {"mul": np.multiply, "sub": np.subtract, "max": np.fmax, "min": np.fmin}
             got = x[0] * x[1] + x[2] if kind == "fma" else two[kind](*x)
             put(operands[0], np.asarray(got, dtype).view(U32))
-        case "ex2" | "lg2" | "rcp":
+        case "ex2" | "lg2" | "rcp" | "rsqrt":
             (x,) = floats(operands[1])
-            put_float({"ex2": np.exp2, "lg2": np.log2, "rcp": np.reciprocal}[kind](x))
+            of = {"ex2": np.exp2, "lg2": np.log2, "rcp": np.reciprocal}
+            put_float(1 / np.sqrt(x) if kind == "rsqrt" else of[kind](x))
         case "cvt" if how == ["f32", "f16"]:
             put_float(read(operands[1]).astype(np.uint16).view(np.float16))
         case "abs" | "neg":

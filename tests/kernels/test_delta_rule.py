@@ -1,0 +1,55 @@
+"""The kernels of delta_rule against the reference, which other tests compare with a loop in
+float64.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import ops
+from kvjax.kernels_pallas.delta import delta_rule
+from tests.kernels.conftest import on_gpu
+
+pytestmark = pytest.mark.usefixtures("kernels")
+SIZE = 128
+ROUNDING = 8e-3  # of products whose operands have 8 bits
+
+
+def prompt_of(B, T, key_heads, heads, alike=False):
+    """`alike`: all keys are, and hardly decay, so that corrections undo each other."""
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((2, B, T, key_heads, SIZE), np.float32)
+    speed = 0.1
+    if alike:
+        k[:] = k[:, :1] + 0.1 * k
+        speed = 1e-4
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    return (
+        jnp.asarray(q * SIZE**-0.5),
+        jnp.asarray(k),
+        jnp.asarray(rng.standard_normal((B, T, heads, SIZE), np.float32)),
+        jnp.asarray(-speed * rng.random((B, T, heads), np.float32)),
+        jnp.asarray(rng.random((B, T, heads), np.float32)),
+        jnp.asarray(rng.standard_normal((B, heads, SIZE, SIZE), np.float32)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("B", "T", "key_heads", "heads", "alike"),
+    [
+        (1, 130, 1, 2, False),
+        (2, 60, 1, 1, True),
+        pytest.param(2, 1000, 16, 48, True, marks=on_gpu),
+        pytest.param(3, 20000, 2, 4, False, marks=on_gpu),
+    ],
+)
+def test_a_prompt_is_that_of_the_reference(B, T, key_heads, heads, alike):
+    args = prompt_of(B, T, key_heads, heads, alike)
+    got = jax.jit(partial(delta_rule.delta_rule, dtype=jnp.bfloat16))(*args)
+    want = jax.jit(partial(ops.delta_rule, implementation="xla"))(*args)
+    for one, other in zip(got, want, strict=True):
+        one, other = np.asarray(one), np.asarray(other)
+        assert np.linalg.norm(one - other) < ROUNDING * np.linalg.norm(other)
