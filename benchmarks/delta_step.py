@@ -176,7 +176,9 @@ def our_cache(sizes: GatedDelta, given: Given, layers: int) -> kvjax.Cache:
         memory = dataclasses.replace(memory, state=jnp.array(given.state), inputs=inputs)
         return dataclasses.replace(layer, state=dataclasses.replace(layer.state, memory=memory))
 
-    return dataclasses.replace(cache, layers=(*map(filled, cache.layers[:-1]), cache.layers[-1]))
+    return dataclasses.replace(
+        cache, layers=(*map(filled, cache.layers[:-1]), cache.layers[-1])
+    )
 
 
 def our_rows(

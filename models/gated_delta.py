@@ -8,21 +8,21 @@ A head keeps a matrix S [Dk, Dv] and, for each token with query q, key k, value 
 so it replaces what the state held for the key by the value. q and k are normalised to length 1,
 and q is scaled by Dk**-0.5.
 
-Three forms of it compute the same. `delta_rule` reads prompts by chunks: within one, the d of all
-tokens are the solution of a triangular system, and the state is read and written once. A decode
+Three forms of it compute the same. `kvjax.ops.delta_rule` reads prompts by chunks: within one, the
+d of all tokens are the solution of a triangular system, and the state is read and written once. A decode
 step reads the state without writing it: with S0 the state before the newest tokens, and G the
 sum of their g,
 
     S = exp(G) S0 + sum over j of exp(G - G_j) k_j d_j
 
-so k, d and G of the newest tokens are kept beside S0 (`GatedDelta.step`) until `fold` sums them
-into it.
+so k, d and G of the newest tokens are kept beside S0 (`kvjax.ops.delta_step`) until
+`fold` sums them into it.
 
 **Source:** Yang, Kautz, Hatamizadeh, Gated Delta Networks (2025), equation 10 and section 3.3;
 Yang et al., Parallelizing Linear Transformers with the Delta Rule (2024), for the triangular
 system. **Differs:** the decode form with newest tokens beside the state is ours. tokamax has a
-kernel of the rule with its convolution; here it is plain JAX, so that nothing but jax is needed
-and all platforms run the same.
+kernel of the rule with its convolution for TPUs alone; the two operations here have kernels for
+NVIDIA GPUs, and plain JAX for all others.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from kvjax.policies.recurrent import Recurrent
 from kvjax.spec import keep_ints
 
 from .activations import ACTIVATIONS
-
 
 
 class DeltaInputs(NamedTuple):

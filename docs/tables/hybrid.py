@@ -52,22 +52,23 @@ def hybrid_parts() -> str:
 def delta_nets() -> str:
     """The recurrence of a gated delta net by kvjax and by fla-core, in one run."""
     found = {_delta_key(row): row for row in load_rows("delta_step")}
+    libraries = "kvjax", "kvjax, plain JAX", "fla-core"
     body = []
     for key in dict.fromkeys(key[1:] for key in found):
         part, model, batch, tokens = key
-        ours, fla = found.get(("kvjax", *key)), found.get(("fla-core", *key))
+        ours, plain, fla = (found.get((library, *key)) for library in libraries)
         what = part if tokens == 1 else f"{part} of {tokens} tokens"
-        cells = [_us(ours), _us(fla), _us(fla, "graph_us"), _us(ours or fla, "floor_us")]
-        body.append([what, model, str(batch), *cells])
-    titles = [
-        "part",
-        "shape",
-        "rows",
-        "kvjax, us",
-        "fla-core, us",
-        "fla-core in a CUDA graph, us",
-    ]
-    return markdown([*titles, "floor, us"], body)
+        times = [_us(ours), _us(plain), _us(fla), _us(fla, "graph_us")]
+        floor = _us(ours or fla, "floor_us")
+        errors = [_error(row) for row in (ours, plain, fla)]
+        body.append([what, model, str(batch), *times, floor, *errors])
+    titles = ["part", "shape", "rows", "kvjax, us", "plain JAX, us", "fla-core, us"]
+    titles += ["fla-core in a CUDA graph, us", "floor, us"]
+    return markdown([*titles, *(f"error of {x}" for x in ("kvjax", "plain JAX", "fla"))], body)
+
+
+def _error(row: dict[str, Any] | None) -> str:
+    return "" if row is None else f"{row['error']:.0e}"
 
 
 def _delta_key(row: dict[str, Any]) -> tuple[Any, ...]:

@@ -13,7 +13,9 @@ one of a key head writes the key, the first one of a value head the decay.
 **Bytes:** the state once, 4 H Dk Dv a row, and of each of up to 32 newest tokens its key and what
 it wrote, 4 (Hk Dk + H Dv).
 
-**Bound:** those at the rate of the memory: 1 us for 48 heads of 128 x 128.
+**Bound:** those at the rate of the memory, 1 us for 48 heads of 128 x 128; a row took 4.2 us on an
+H200, of which a launch is 1 and loads that wait for each other are most, 8 rows 13.2 (bound 6). What
+else was tried is in `benchmarks/NOTES.md`.
 
 **Limits:** `unsupported`.
 """
@@ -32,7 +34,7 @@ from jax import Array, lax
 from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.simt import Word, instr, ptx, real, when, word
 
-MEASURED: str | None = None  # the date in benchmarks/results/delta_step.json
+MEASURED: str | None = "2026-11-30"  # the date in benchmarks/results/delta_step.json
 COLUMNS = 32, 64, 128  # of the state that a block may have
 ROWS = 16  # of the state that the threads of a block read at once
 NEWEST = 32  # tokens beside the state
@@ -130,11 +132,15 @@ def unsupported(state: Any, inputs: Any, keys: Any, new: Any, kernel: Any) -> st
             f"{new.dtype} after {inputs.dtype}, and {kernel.dtype}"
         )
     if key_dim % 64 or not 0 < key_dim <= LARGEST:
-        return f"the kernel delta_step takes keys of 64, 128, 192 or 256 channels; got {key_dim}"
+        return (
+            f"the kernel delta_step takes keys of 64, 128, 192 or 256 channels; got {key_dim}"
+        )
     if value_dim % COLUMNS[0] or not value_dim:
         return f"the kernel delta_step takes values of a multiple of {COLUMNS[0]} channels; got {value_dim}"
     if keys.shape[1] != NEWEST:
-        return f"the kernel delta_step takes {NEWEST} tokens beside the state; got {keys.shape[1]}"
+        return (
+            f"the kernel delta_step takes {NEWEST} tokens beside the state; got {keys.shape[1]}"
+        )
     return None if rows else "the kernel delta_step takes at least one row"
 
 
@@ -346,9 +352,7 @@ class _Convolution:
         values = [_number(at, channel, sizes.wide) for at in self.held]
         newest = _number(self.new, channel, sizes.wide, constant=True)
         weights = [
-            _number(
-                self.kernel, channel + i * sizes.channels, sizes.wide_kernel, constant=True
-            )
+            _number(self.kernel, channel + i * sizes.channels, sizes.wide_kernel, constant=True)
             for i in range(sizes.window)
         ]
         total = word(0)

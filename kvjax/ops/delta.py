@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
@@ -131,7 +130,7 @@ def delta_rule(
     rate: Array,
     state: Array,
     *,
-    dtype: DTypeLike = np.dtype("float32"),
+    dtype: DTypeLike = "float32",
     implementation: Implementation | None = None,
 ) -> tuple[Array, Array]:
     """The gated delta rule of T tokens by chunks: outputs f32[B, T, H, Dv], and the state f32[B,

@@ -246,6 +246,26 @@ QUANTIZED = [
     ),
     (dict(B=0), "at least one row"),
 ]
+
+
+def delta_step(B=2, Hk=2, H=4, Dk=128, Dv=64, T=1, P=32, dtype=jnp.bfloat16, new=None):
+    C, W = 2 * Hk * Dk + H * Dv, 4
+    beside = (
+        sds(B, W - 1 + P, C, dtype=dtype),
+        f32(B, P, Hk, Dk),
+        f32(B, P, H, Dv),
+        f32(B, P, H),
+    )
+    tokens = sds(B, T, C, dtype=new or dtype), f32(B, T, H), f32(B, T, H)
+    return (f32(B, H, Dk, Dv), *beside, *tokens, sds(W, C, dtype=dtype), i32(B), i32(B)), {}
+
+
+def delta_rule(B=1, T=100, Hk=2, H=4, Dk=128, Dv=128, dtype=jnp.bfloat16):
+    keys = 2 * [f32(B, T, Hk, Dk)]
+    numbers = 2 * [f32(B, T, H)]
+    return (*keys, f32(B, T, H, Dv), *numbers, f32(B, H, Dk, Dv)), {"dtype": jnp.dtype(dtype)}
+
+
 CASES = {
     "attend_span": Case(
         span,
@@ -484,6 +504,26 @@ CASES = {
             ),
             (dict(D=8), "parts of a multiple of 16 bytes; got 8"),
             (dict(P=0), "at least one row"),
+        ],
+    ),
+    "delta_step": Case(
+        delta_step,
+        [
+            (dict(T=2), "one token a row; got 2"),
+            (dict(dtype=jnp.float16), "bfloat16 or float32; got float16 after float16"),
+            (dict(new=jnp.float32), "bfloat16 or float32; got float32 after bfloat16"),
+            (dict(Dk=32), "keys of 64, 128, 192 or 256 channels; got 32"),
+            (dict(Dv=48), "values of a multiple of 32 channels; got 48"),
+            (dict(P=16), "32 tokens beside the state; got 16"),
+            (dict(B=0), "at least one row"),
+        ],
+    ),
+    "delta_rule": Case(
+        delta_rule,
+        [
+            (dict(dtype=jnp.float32), "multiplies in bfloat16; got float32"),
+            (dict(Dk=64), "heads of 128 channels; got 64 and 128"),
+            (dict(T=0), "at least one row and token"),
         ],
     ),
     "put_token": Case(

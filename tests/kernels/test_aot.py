@@ -30,6 +30,7 @@ from kvjax.kernels_pallas.attend import (
     attend_span,
     attend_zones,
 )
+from kvjax.kernels_pallas.delta import delta_rule, delta_step
 from kvjax.kernels_pallas.host import host_append, host_rows, hot_float8, hot_pages
 from kvjax.kernels_pallas.score import rerank, score_1bit, score_pages
 from kvjax.kernels_pallas.select import (
@@ -42,7 +43,7 @@ from kvjax.kernels_pallas.select import (
 from kvjax.kernels_pallas.vote import collide, most_voted
 from kvjax.kernels_pallas.write import put_token
 from kvjax.numerics.rotate import lloyd_max
-from tests.kernels import aot
+from tests.kernels import aot, cases
 
 pytestmark = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
 
@@ -428,6 +429,24 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
     "attend_span, D 80": (SPAN, span(16, 131072, 80), 1.2, 0),
     "attend_span, D 192": (SPAN, span(4, 131072, 192), 0.7, 0),
     "attend_zones, D 96": (over_zones(128), zones(12, 130816, 383, 4, 96, 1916), 0.2, 0),
+    "delta_step": (  # not given away, what is beside the state is copied
+        delta_step.delta_step,
+        cases.delta_step(B=8, Hk=16, H=48, Dv=128)[0],
+        20,
+        0,
+    ),
+    "delta_step, D 256": (
+        delta_step.delta_step,
+        cases.delta_step(B=1, Hk=16, H=32, Dk=256, Dv=256)[0],
+        4,
+        0,
+    ),
+    "delta_rule": (
+        partial(delta_rule.delta_rule, dtype=jnp.bfloat16),
+        cases.delta_rule(T=8192, Hk=16, H=48)[0],
+        500,
+        16,
+    ),
     "put_token": (put_token.put_token, tokens(4, 383), 2, 0),  # not given away, they are copied
     "put_tokens": (put_token.put_tokens, tokens(4, 383, T=8), 2, 0),
     "attend_zones": (over_zones(1), zones(4, 131072, 256, 0, 128, 2047), 0.1, 0),
@@ -563,6 +582,7 @@ def test_every_operation_is_compiled():
 
 
 TWO = (
+    "delta_rule",
     "attend_quantized",
     "attend_span",
     "collide",
@@ -581,6 +601,7 @@ REGISTERS = {
 }
 
 LATE = (
+    "delta_step, D 256",
     "attend_key_blocks, three stages",
     "attend_key_blocks, D 64",
     "attend_quantized, KIVI",
@@ -708,6 +729,7 @@ EVERYWHERE = (  # of LATE, for each GPU
     "top_k_grouped, 16 heads",
 )
 SPILLS = {
+    "delta_rule": 16,
     "attend_slots, D 256": 300,
     "attend_zones, D 256": 300,
     "select_1bit, D 256, 16 heads": 16,
@@ -738,6 +760,8 @@ def test_kernels_compile_for_each_gpu(capability, pytestconfig):
             "top_k"
         )  # the form of 12.0, whose blocks have no more shared memory; ptxas takes 13 s for it
     target = simt.stands_for(capability)
+    if target.smem < delta_rule.smem_bytes():
+        names = [name for name in names if name != "delta_rule"]
     if capability != "9.0":  # wgmma is Hopper's
         names = [name for name in names if not name.startswith("attend_key_blocks")]
     command = [sys.executable, "-m", "tests.kernels.test_aot", capability, *names]

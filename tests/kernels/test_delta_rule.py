@@ -53,3 +53,14 @@ def test_a_prompt_is_that_of_the_reference(B, T, key_heads, heads, alike):
     for one, other in zip(got, want, strict=True):
         one, other = np.asarray(one), np.asarray(other)
         assert np.linalg.norm(one - other) < ROUNDING * np.linalg.norm(other)
+
+
+def test_a_long_prompt_goes_in_segments_and_a_batch_in_one_grid(monkeypatch):
+    monkeypatch.setattr(delta_rule, "SEGMENT", 64)
+    args = prompt_of(1, 100, 1, 1)
+    run = partial(delta_rule.delta_rule, dtype=jnp.bfloat16)
+    want = jax.jit(partial(ops.delta_rule, implementation="xla"))(*args)
+    two = [jnp.stack([x, x]) for x in args]
+    for one, other in zip(jax.jit(jax.vmap(run))(*two), want, strict=True):
+        for got in np.asarray(one):
+            assert np.linalg.norm(got - other) < ROUNDING * np.linalg.norm(other)

@@ -11,7 +11,7 @@ import pytest
 
 from kvjax import ops
 from kvjax.kernels_pallas.delta import delta_step
-from tests.kernels.conftest import on_gpu
+from tests.kernels.conftest import ON_GPU, on_gpu
 
 pytestmark = pytest.mark.usefixtures("kernels")
 NEWEST, WINDOW = 32, 4
@@ -73,12 +73,24 @@ def test_a_step_is_that_of_the_reference(
     got = jax.jit(partial(delta_step.delta_step, config=config))(*args)
     want = jax.jit(partial(ops.delta_step, implementation="xla"))(*poisoned_is_zero(args))
     taken = np.asarray(args[-1]) > 0
-    np.testing.assert_allclose(got[0][taken], want[0][taken], atol=2e-5)
+    # On a GPU, XLA leaves out that the reference rounds what the convolution gives.
+    atol = 2e-2 if ON_GPU and dtype == jnp.bfloat16 else 2e-5
+    np.testing.assert_allclose(got[0][taken], want[0][taken], atol=atol)
     for one, other, before in zip(got[1:], want[1:], args[1:5], strict=True):
         empty = np.isnan(np.asarray(one, np.float32))
         assert (empty <= np.isnan(np.asarray(before, np.float32))).all()
         np.testing.assert_allclose(
             np.where(empty, 0, np.asarray(one, np.float32)),
             np.asarray(other, np.float32),
-            atol=2e-5,
+            atol=atol,
         )
+
+
+def test_a_batched_step_has_weights_of_its_own():
+    args = step_of(2, 1, 1, 64, 32, jnp.float32, held=(3, 32))
+    two = [jnp.stack([x, x[::-1]]) for x in args]
+    got = jax.jit(jax.vmap(delta_step.delta_step))(*two)
+    for i in range(2):
+        want = jax.jit(delta_step.delta_step)(*(x[i] for x in two))
+        for one, other in zip(got, want, strict=True):
+            np.testing.assert_array_equal(one[i], other)

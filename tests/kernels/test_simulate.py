@@ -14,6 +14,7 @@ import pytest
 from kvjax import kernels_pallas, ops
 from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.attend import attend_slots, attend_span
+from kvjax.kernels_pallas.delta import delta_rule, delta_step
 from kvjax.kernels_pallas.host import hot_pages
 from kvjax.kernels_pallas.score import score_1bit
 from kvjax.kernels_pallas.select import tiling
@@ -21,6 +22,7 @@ from kvjax.kernels_pallas.simt import ptx, when
 from kvjax.kernels_pallas.vote import most_voted
 from kvjax.kernels_pallas.write import put_token
 from kvjax.numerics.partial import Logits
+from tests.kernels import test_delta_rule, test_delta_step
 from tests.kernels.conftest import ON_GPU
 from tests.kernels.inputs import boxes, index, normal
 from tests.kernels.simulate import Simulator
@@ -403,6 +405,16 @@ def lines_around(place):
     return [linecache.getline(path, int(line) + by).strip() for by in (-1, 1)]
 
 
+def stepped():
+    args = test_delta_step.step_of(1, 1, 1, 64, 32, held=(3,))
+    return delta_step.delta_step(*args)
+
+
+def read():
+    args = test_delta_rule.prompt_of(1, 130, 1, 1)
+    return delta_rule.delta_rule(*args, dtype=jnp.bfloat16)
+
+
 KERNELS = {
     "hot_places": places,
     "put_token": partial(written, put_token.put_token, jnp.array([True, True]), 1),
@@ -415,6 +427,8 @@ KERNELS = {
     "select_pages": chosen_pages,
     "select_pages of two blocks": partial(of_two_blocks, chosen_pages),
     "most_voted": voted,
+    "delta_step": stepped,
+    "delta_rule": read,
 }
 
 
