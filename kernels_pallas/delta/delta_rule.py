@@ -1,28 +1,18 @@
 """The gated delta rule over a prompt in chunks of 64 tokens, in two launches.
 
-Within a chunk the corrections of all tokens solve a triangular system that depends on the state S
-only by a product (`kvjax.ops.delta_rule`): with T the inverse of the system, they are W - R S,
-where W = T (rate v) and R = T (rate exp(total) k).
+Within a chunk, corrections depend on the state S before it by a product alone: with T the inverse of
+the triangular system of `kvjax.ops.delta_rule` they are W - R S, W = T (rate v) and R = T (rate
+exp(total) k).
 
-1. `kvjax_delta_rule_chunks`: all chunks at once, a block a head's chunk. Products of keys by
-   `mma`, T by substitution in f32, a thread a column of it, then W, R and the products of queries
-   and keys.
-2. `kvjax_delta_rule_states`: chunks in turn, a block a head and 64 columns of its state. A warp
-   has 16 columns of the state in registers, transposed, so that sums of one product are the left
-   operand of the next: S^T R^T gives the corrections, S^T Q^T and the corrections the outputs,
-   and the corrections with K the next state. The next chunk is copied meanwhile.
+1. `_chunks`, all at once, a block a head's chunk: products of keys by `mma`, T by substitution in
+   f32, then W, R, and the products of queries and keys.
+2. `_states`, chunks in turn, a block a head and 64 columns of its state, which stay in registers.
 
-The first launch writes all operands in the order in which a lane of the second one holds them, 16
-bytes at once, so the second one has no layouts. Operands are bf16, sums and the state f32.
+Operands between both are in the order in which lanes hold them, in bf16; sums are f32.
 
-**Bytes:** of a head's chunk 2 (3 * 64 * 128) read, 2 (2 * 64 * 128 + 64 * 64) written and read
-again, 4 * 64 * 128 written; of a key head's chunk 4 * 64 * 128 written and read again.
+**Bytes:** 48 KB read, 40 written and read again and 32 written a head's chunk, 32 written a key head's.
 
-On an H200 a prompt of 8192 tokens and 48 heads takes 247 us for the first launch and 375 for the
-second, whose 96 blocks have 4 warps each: a chunk takes as long as its chain of products. What else
-was tried is in `benchmarks/NOTES.md`.
-
-**Limits:** `unsupported`.
+**Limits:** `unsupported`. Evidence: `benchmarks/NOTES.md`.
 """
 
 from __future__ import annotations
@@ -389,6 +379,10 @@ class _Inverse:
 
 
 # --------------------------------------------------------------------------------- chunks in turn
+#
+# A warp has 16 columns of the state, transposed, so that sums of one product are the left operand of
+# the next: S^T R^T gives the corrections, S^T Q^T and the corrections the outputs, and the
+# corrections with K the next state. The next chunk is copied meanwhile.
 
 
 def _states(*refs: Any, sizes: Sizes) -> None:
@@ -450,7 +444,7 @@ def _states(*refs: Any, sizes: Sizes) -> None:
         factors_at = stage + 4 * (STAGE - 2 * CHUNK) + col * 8
 
         def factor(n: int, of: int) -> list[Word]:
-            """Of tokens 8 n + 2 col and the next: the decay from the chunk's start, or to its
+            """The decays of tokens 8 n + 2 col and the next from the chunk's start, or to its
             end."""
             found: list[Word] = simt.load_shared(factors_at + (32 * n + 4 * CHUNK * of), 2)
             return found

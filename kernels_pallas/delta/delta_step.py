@@ -1,23 +1,18 @@
 """A decode step of a gated delta net in one launch: the short convolution, the rule, and the new
 token beside the state.
 
-XLA makes 18 kernels of it. Here a block has a row, a value head and some columns of its state. Its
-threads ask for the state first, 16 bytes each of 8 of its rows at Dk = 128, then for the newest
-tokens, and make the query and the key meanwhile, a channel a thread. Blocks of heads that share a
-key make it again, so that they need not wait for each other. Products of the query and the key with
-the state and with the newest tokens are two sums over the same loads.
+A block has a row, a value head and some columns of its state. Its threads ask for the state first,
+then for the newest tokens, and make the query and the key meanwhile, a channel a thread. Blocks of
+heads that share a key make it again. They read slots before the new token and write its slot, so they
+do not race.
 
-A block reads the slots before the new token and writes its slot, so blocks do not race: the first
-one of a key head writes the key, the first one of a value head the decay.
+**Bytes:** the state once, 4 H Dk Dv a row, and the key of each newest token and what it wrote, 4
+(Hk Dk + H Dv).
 
-**Bytes:** the state once, 4 H Dk Dv a row, and of each of up to 32 newest tokens its key and what
-it wrote, 4 (Hk Dk + H Dv).
+**Bound:** those at the rate of the memory: 1 us for 48 heads of 128 x 128, 6 for 8 rows. It takes
+4.2 and 13.2 on an H200.
 
-**Bound:** those at the rate of the memory, 1 us for 48 heads of 128 x 128; a row took 4.2 us on an
-H200, of which a launch is 1 and loads that wait for each other are most, 8 rows 13.2 (bound 6). What
-else was tried is in `benchmarks/NOTES.md`.
-
-**Limits:** `unsupported`.
+**Limits:** `unsupported`. Evidence: `benchmarks/NOTES.md`.
 """
 
 from __future__ import annotations
