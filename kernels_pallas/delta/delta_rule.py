@@ -122,8 +122,8 @@ def delta_rule(
 @simt.lowered_once()
 def _segment(*args: Array) -> tuple[Array, Array]:
     """`delta_rule` of whole chunks, q, k and v in bf16."""
-    made: tuple[Array, Array] = _run(*args)
-    return made
+    out, state = _run(*args)
+    return out, state
 
 
 def _run(*args: Array) -> tuple[Array, ...]:
