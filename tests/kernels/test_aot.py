@@ -445,7 +445,7 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
         partial(delta_rule.delta_rule, dtype=jnp.bfloat16),
         cases.delta_rule(T=8192, Hk=16, H=48)[0],
         500,
-        16,
+        72,
     ),
     "put_token": (put_token.put_token, tokens(4, 383), 2, 0),  # not given away, they are copied
     "put_tokens": (put_token.put_tokens, tokens(4, 383, T=8), 2, 0),
@@ -729,7 +729,7 @@ EVERYWHERE = (  # of LATE, for each GPU
     "top_k_grouped, 16 heads",
 )
 SPILLS = {
-    "delta_rule": 16,
+    "delta_rule": 128,
     "attend_slots, D 256": 300,
     "attend_zones, D 256": 300,
     "select_1bit, D 256, 16 heads": 16,

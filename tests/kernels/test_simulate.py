@@ -411,7 +411,7 @@ def stepped():
 
 
 def read():
-    args = test_delta_rule.prompt_of(1, 130, 1, 1)
+    args = test_delta_rule.prompt_of(1, 70, 1, 1)
     return delta_rule.delta_rule(*args, dtype=jnp.bfloat16)
 
 
