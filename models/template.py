@@ -60,7 +60,7 @@ class Template:
         if self._tokenizer.chat_template is None:
             raise ValueError(
                 f"the tokenizer in {self._directory} has no chat template, so this is not a chat model; give another "
-                "directory, or the text itself as the prompt of `kvjax generate`"
+                "directory, or the text itself as the prompt (of `kvjax generate`, or of a server's /v1/completions)"
             )
         settings = {} if settings is None else settings
         if not isinstance(settings, Mapping) or not all(
