@@ -20,6 +20,7 @@ import numpy as np
 
 from kvjax import ops
 from kvjax.cache.cache import Cache
+from kvjax.generation.kept_selections import keeps_selection
 from kvjax.policies import Policy, Recurrent
 from kvjax.policies.short import Short, measured
 from kvjax.spec import CacheSpec
@@ -45,7 +46,9 @@ KERNELS = 176e6
 # Time of a selection's reads, from an index and at single tokens, over that of as many bytes in
 # a row.
 SCATTERED = 1.5
-WORTH = 1.05  # times as fast as full attention, at least; with less nothing is drafted
+# Times as fast as full attention, at least; with less nothing is drafted. More than 1, as costs are
+# estimates.
+WORTH = 1.1
 
 
 class StepCosts(NamedTuple):
@@ -74,9 +77,12 @@ class StepCosts(NamedTuple):
         return gained * self.full / (self.verification + tokens * self.draft)
 
 
-def step_costs(cache: Cache, weights: float, length: int) -> StepCosts | None:
+def step_costs(
+    cache: Cache, weights: float, length: int, steps_per_selection: int
+) -> StepCosts | None:
     """The costs of steps of a model of `weights` bytes with rows of `length` tokens in `cache`;
-    None if no measurement on this kind of device says what its selections cost.
+    None if no measurement on this kind of device says what its selections cost. That of a draft
+    step is a mean, where not all of them select.
     """
     selecting = [layer.policy for layer in cache.layers if layer.policy.selects]
     if not all(_name(policy) in _known() for policy in selecting):
@@ -96,8 +102,10 @@ def step_costs(cache: Cache, weights: float, length: int) -> StepCosts | None:
         draft += KERNELS
         if selects(layer.policy):
             selected = spec.batch * budget * spec.key_value_bytes
-            read = selected + _index_bytes(layer.policy, spec, length)
-            draft += min(SCATTERED * read, everything) + KERNELS
+            kept = keeps_selection(layer, steps_per_selection)
+            selections = 1 / steps_per_selection if kept else 1.0  # in a step
+            read = selected + selections * _index_bytes(layer.policy, spec, length)
+            draft += min(SCATTERED * read, everything) + selections * KERNELS
         else:
             draft += everything
     return StepCosts(full, draft)

@@ -46,6 +46,12 @@ from kvjax.generation.draft_length import (
     tokens_in_one_pass,
     why_idle,
 )
+from kvjax.generation.kept_selections import (
+    attending_again,
+    keeping_selections,
+    steps_together,
+    without_selections,
+)
 from kvjax.generation.prefilling import prefill
 from kvjax.generation.prompt_inputs import check_model, vocabulary_size
 from kvjax.memory import nbytes, on_host
@@ -239,15 +245,21 @@ class SelfDraft:
     often the last drafts were right. On a GPU whose step times are known, caches too short for
     drafts to pay draft nothing, and `Speculation.idle` says so.
 
+    `steps_per_selection` steps of a draft attend to what the first of them selects, and to the
+    tokens that leave the local window since; None: all of a draft. So most steps score nothing.
+    Layers that select pages, or over a mesh, select in each step.
+
     **Source:** self-speculative decoding with sparse attention: MagicDec (arXiv 2408.11049),
     TriForce (arXiv 2404.11912), SparseSpec (arXiv 2607.27735).
     """
 
     tokens: int | None = None
+    steps_per_selection: int | None = None
 
     def __post_init__(self) -> None:
-        if self.tokens is not None:
-            keep_int(self, "tokens", at_least=1, at_most=MOST_STEPS - 1)
+        for name in ("tokens", "steps_per_selection"):
+            if getattr(self, name) is not None:
+                keep_int(self, name, at_least=1, at_most=MOST_STEPS - 1)
 
     def start(
         self, model: Any, cache: Cache, prompt: np.ndarray, lengths: np.ndarray, new_tokens: int
@@ -255,8 +267,9 @@ class SelfDraft:
         check_drafts_itself(cache)
         tokens = tokens_in_one_pass(cache.spec) if self.tokens is None else self.tokens
         check_takes_drafts(cache, tokens)
+        together = steps_together(cache, self.steps_per_selection, tokens)
         length = int(np.max(on_host(cache.length) + lengths)) + new_tokens // 2
-        costs = step_costs(cache, nbytes(model).device, length)
+        costs = step_costs(cache, nbytes(model).device, length, together)
         idle = why_idle(cache, costs, tokens)
         rows = cache.spec.batch
         return _SelfDrafter(
@@ -265,6 +278,7 @@ class SelfDraft:
             price=jnp.float32(PRICE if costs is None else costs.price),
             max_tokens=0 if idle else tokens,
             idle=idle,
+            steps_per_selection=together,
         )
 
 
@@ -275,7 +289,7 @@ def parse(text: str) -> PromptLookup | SelfDraft:
     >>> parse("prompt-lookup:2,4")
     PromptLookup(ngram=2, tokens=4)
     >>> parse("self:4")
-    SelfDraft(tokens=4)
+    SelfDraft(tokens=4, steps_per_selection=None)
     """
     name, _, numbers = text.partition(":")
     parts = numbers.split(",") if numbers else []
@@ -488,6 +502,7 @@ class _SelfDrafter:
     price: Array  # f32[] time of a draft step, as a share of the step that verifies
     max_tokens: int = dataclasses.field(metadata={"static": True})
     idle: str | None = dataclasses.field(default=None, metadata={"static": True})
+    steps_per_selection: int = dataclasses.field(default=1, metadata={"static": True})
 
     exact: ClassVar[bool] = True
 
@@ -507,15 +522,36 @@ class _SelfDrafter:
     def propose(self, now: Round) -> Proposal:
         before = now.cache.length
         steps = jnp.minimum(self.length(now.active), jnp.max(now.most))
+        together = self.steps_per_selection
 
-        def feed(i: Array, carry: tuple[Cache, Array]) -> tuple[Cache, Array]:
-            cache, fed = carry
+        def feed(i: Array, cache: Cache, fed: Array) -> tuple[Cache, Array]:
             cache, token = _draft_step(now, now.model, cache, fed, i, i < now.most)
             return cache, fed.at[:, i + 1].set(token)
 
+        def feed_by_one_selection(
+            carry: tuple[Array, Cache, Array],
+        ) -> tuple[Array, Cache, Array]:
+            """A step that selects, and those that attend to what it selected."""
+            i, cache, fed = carry
+            cache, fed = feed(i, keeping_selections(cache, together), fed)
+            again = attending_again(cache)
+            end = jnp.minimum(i + together, steps)
+            cache, fed = lax.fori_loop(
+                i + 1, end, lambda j, drafts: feed(j, *drafts), (again, fed)
+            )
+            return end, without_selections(cache), fed
+
         fed = jnp.zeros((now.token.shape[0], self.max_tokens + 1), jnp.int32)
         fed = fed.at[:, 0].set(now.token)
-        cache, fed = lax.fori_loop(0, steps, feed, (now.cache, fed))
+        if together == 1:
+            cache, fed = lax.fori_loop(
+                0, steps, lambda i, drafts: feed(i, *drafts), (now.cache, fed)
+            )
+        else:
+            start = jnp.zeros((), jnp.int32), now.cache, fed
+            _, cache, fed = lax.while_loop(
+                lambda carry: carry[0] < steps, feed_by_one_selection, start
+            )
         # Keys and values of the draft come from hidden states of sparse steps, so the step that
         # verifies stores its own in their place.
         cache = rollback(cache, before)

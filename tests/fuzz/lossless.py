@@ -87,7 +87,8 @@ def shape(seed: int) -> Shape:
             _int(rng, 1, 4),
             _int(rng, 40, 110),
         )
-        draft = SelfDraft(tokens=_int(rng, 1, 8))
+        tokens = _int(rng, 1, 8)
+        draft = SelfDraft(tokens, _one(rng, None, 1, 2, 3))
         drawn = Shape(
             config,
             layers,

@@ -275,7 +275,7 @@ def test_drafts_pay_where_the_cache_outweighs_the_weights(
             batch=batch, q_heads=12, kv_heads=2, head_dim=128, capacity=length
         )
         cache = jax.eval_shape(lambda: kvjax.init(policy, spec, layers=28))
-        costs = draft_length.step_costs(cache, weights, length)
+        costs = draft_length.step_costs(cache, weights, length, 1)
         assert costs is not None
         return draft_length.why_idle(cache, costs, 4)
 
