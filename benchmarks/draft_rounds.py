@@ -2,13 +2,16 @@
 model, the fewest bytes that it must read, and the rounds of the loop.
 
     python benchmarks/draft_rounds.py MODEL --text prose=book.txt [--size 31744x24]
-    [--method fier:budget=1024] [--parts rounds,layers] [--minutes 3]
+    [--method fier:budget=1024] [--parts rounds,forms,layers] [--minutes 3]
 
-- `rounds`: steps of the model by full attention, of a draft, and of verifications of 5 and 8
-  tokens. `us` is the time of a step, `kernels_us` the device time of its kernels by kind, and
-  `floor_us` the time to read what it must, at the rate of `device_time.bytes_per_us`. Then the
-  loop continues the text, of which the profiler counts rounds and draft steps: a round stores
-  its tokens by one `put_tokens` a layer, and a step by one `put_token`.
+- `rounds`: steps of the model by full attention, of a draft, of drafts by one selection, and
+  of verifications of 5 and 8 tokens. `us` is the time of a step, `kernels_us` the device time of
+  its kernels by kind, and `floor_us` the time to read what it must, at the rate of
+  `device_time.bytes_per_us`. Then the loop continues the text, of which the profiler counts rounds
+  and draft steps: a round stores its tokens by one `put_tokens` a layer, and a step by one
+  `put_token`.
+- `forms`: the whole loop by several methods (`--forms`), by numbers of draft steps that attend to
+  one selection; and the loop of full attention.
 - `layers`: a verification of 8 tokens by layers of the shape of Llama-3.1-8B, 24 rows of 32768
   tokens, verifications of fewer, and other forms of it: kernels of attention with other blocks,
   and products by cuBLAS alone.
@@ -22,8 +25,8 @@ import argparse
 import re
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +37,7 @@ from decode_tokens import block_sizes
 from device_time import bytes_per_us, traced
 from flax import nnx
 from jax import Array
-from layers import clock, show
+from layers import clock, numbers, show
 from lossless import (
     EIGHT,
     SMALL,
@@ -45,23 +48,28 @@ from lossless import (
     read,
     shape,
     stored,
+    take_step,
     time_head,
     time_steps,
     token_stream,
+    told,
 )
 from throughput import fill
 
 import kvjax
 from kvjax import SelfDraft, models
-from kvjax.cache.cache import Cache, flushed, init
+from kvjax.cache.cache import Cache, init
 from kvjax.evaluate.provenance import digest, model_digest, provenance
+from kvjax.generation import Stream
+from kvjax.generation.draft_length import tokens_in_one_pass
+from kvjax.generation.kept_selections import steps_together
 from kvjax.memory import QUICK, nbytes
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.policies import Full
 from kvjax.spec import default_dtype, padded_capacity
 
 OUT = Path(__file__).parent / "results" / "draft_rounds.json"
-PARTS = ("rounds", "layers")
+PARTS = ("rounds", "forms", "layers")
 KINDS = {  # of kernels, by a part of their name; the first that is found
     "attention": r"kvjax_attend",
     "selection": r"kvjax_(select|score|collide|most_voted)",
@@ -99,25 +107,16 @@ def by_kind(parts: dict[str, float]) -> dict[str, float]:
 # ------------------------------------------------------------------------------------ steps
 
 
-def step(
-    cache: Cache, model: Decoder, token: Array, *, T: int, exact: bool
-) -> tuple[Array, Cache]:
-    """The most likely tokens after a step of T tokens, which is taken back."""
-    length = cache.length
-    how: dict[str, Any] = {"steps": True, "exact": True} if exact else {}
-    with flushed():
-        logits, cache = model(jnp.broadcast_to(token[:, None], (len(token), T)), cache, **how)
-    return jnp.argmax(logits, axis=-1), kvjax.rollback(cache, length)
-
-
-one_step = jax.jit(step, static_argnames=("T", "exact"), donate_argnames="cache")
+one_step = jax.jit(
+    take_step, static_argnames=("T", "exact", "together"), donate_argnames="cache"
+)
 
 
 def measure_step(
-    model: Decoder, cache: Cache, T: int, exact: bool, count: int
+    model: Decoder, cache: Cache, T: int, exact: bool, count: int, together: int = 1
 ) -> tuple[dict[str, Any], Cache]:
     """The time of a step of a model, and that of its kernels by kind."""
-    ms, cache = time_steps(model, cache, T, exact, count)
+    ms, cache = time_steps(model, cache, T, exact, count, together)
     row: dict[str, Any] = {"us": 1e3 * ms}
     if jax.default_backend() != "gpu":
         return row, cache
@@ -126,7 +125,7 @@ def measure_step(
 
     def calls() -> None:
         for _ in range(CALLS):
-            out, held[0] = one_step(held[0], model, token, T=T, exact=exact)
+            out, held[0] = one_step(model, held[0], token, T=T, exact=exact, together=together)
             jax.block_until_ready(out)
 
     calls()
@@ -174,12 +173,21 @@ def rounds(given: argparse.Namespace, keep: Rows) -> None:
         show({"step": what, "us": row["us"], **row.get("kernels_us", {})})
 
     logits, full = read(model, prompt, capacity)
-    steps = {"draft": (1, False), "verify 5": (5, True), "verify 8": (8, True)}
     cache = stored(full, policies)
-    for what, (T, exact) in steps.items():
-        row, cache = measure_step(model, cache, T, exact, given.count)
+    tokens = given.tokens or tokens_in_one_pass(cache.spec)
+    steps = {
+        "draft": (1, False, 1),
+        "drafts": (1, False, steps_together(cache, None, tokens)),
+        "verify 5": (5, True, 1),
+        "verify 8": (8, True, 1),
+    }
+    for what, (T, exact, together) in steps.items():
+        row, cache = measure_step(model, cache, T, exact, given.count, together)
         floor = floors(model, cache, length, selects=not exact)
-        tell(what, {**row, "tokens": T, "floor_us": floor})
+        if together > 1:  # one selection for all
+            floor = {name: together * us for name, us in floor.items()}
+            floor["selection"] /= together
+        tell(what, {**row, "tokens": T, "together": together, "floor_us": floor})
     del cache
     row, full = measure_step(model, full, 1, False, given.count)
     tell("full", {**row, "tokens": 1, "floor_us": floors(model, full, length, selects=False)})
@@ -216,13 +224,7 @@ def measure_loop(
     start = time.perf_counter()
     loop.advance(given.new)
     seconds = time.perf_counter() - start
-    told = loop.speculation
-    row = {
-        "us": 1e6 * seconds,
-        "steps": told.steps,
-        "drafted": told.drafted,
-        "accepted": told.accepted,
-    }
+    row = {"us": 1e6 * seconds, **told(loop)}
     if jax.default_backend() == "gpu":
         loop = run()
         found = traced(lambda: loop.advance(given.new))
@@ -244,6 +246,62 @@ def largest(parts: dict[str, float], count: int) -> dict[str, float]:
 def _count(found: dict[str, list[float]], name: str) -> int:
     """How often a kernel ran."""
     return sum(len(each) for own, each in found.items() if own.startswith(name))
+
+
+# ------------------------------------------------------------------------------------- forms
+
+
+def forms(given: argparse.Namespace, keep: Rows) -> None:
+    """The part `forms`. Programs compile in threads, before any of them is timed."""
+    checkpoint = models.load(given.model_dir, dtype=given.dtype)
+    model, (length, batch) = checkpoint.model, given.size
+    name, _, source = given.text.partition("=")
+    prompt = excerpts(token_stream(checkpoint, Path(source)), batch, length - given.new)
+    logits, full = read(model, prompt, padded_capacity(length))
+    shared = {"part": "forms", "text": name, "length": length, "batch": batch}
+
+    def plain(new: int) -> float:
+        run = begin(model, jax.tree.map(jnp.copy, full), logits, new, None, prompt)
+        return seconds_of(run, new)
+
+    def drafting(method: str, steps: int) -> Stream:
+        cache = stored(full, kvjax.presets.parse(method))
+        draft = SelfDraft(given.tokens, steps_per_selection=steps)
+        return begin(model, cache, logits, given.new, draft, prompt)
+
+    plain(given.new)
+    whole = plain(given.new)
+    keep({**shared, "method": "full", "new": given.new, "seconds": whole})
+    show({"method": "full", "seconds": whole})
+    asked = [(method, steps) for method in given.forms for steps in given.steps_per_selection]
+    for first in range(0, len(asked), given.parallel):
+        now = asked[first : first + given.parallel]
+        if not keep.time_left():
+            return
+        with ThreadPoolExecutor(given.parallel) as pool:
+            list(pool.map(lambda form: drafting(*form).advance(8), now))
+        for method, steps in now:
+            run = drafting(method, steps)
+            seconds = seconds_of(run, given.new)
+            row = {
+                "seconds": seconds,
+                "times_full": whole / seconds,
+                "steps_per_selection": steps,
+                **told(run),
+            }
+            keep({**shared, "method": f"{steps} x {method}", "new": given.new, **row})
+            show({"method": method, **{key: row.get(key) for key in SHOWN}})
+            del run
+
+
+SHOWN = ("steps_per_selection", "times_full", "tokens_per_step", "acceptance", "idle")
+
+
+def seconds_of(run: Stream, new: int) -> float:
+    """The time in which a run writes its tokens."""
+    start = time.perf_counter()
+    run.advance(new)
+    return time.perf_counter() - start
 
 
 # ------------------------------------------------------------------------------------ layers
@@ -284,12 +342,12 @@ def measure_layers(
     model: Decoder, cache: Cache, T: int, cublas: bool, count: int
 ) -> tuple[dict[str, Any], Cache]:
     """The time of a step of some layers and its kernels by kind, over the number of layers."""
-    exact = T > 1
     options = (
         {"xla_gpu_enable_triton_gemm": QUICK["xla_gpu_enable_triton_gemm"]} if cublas else {}
     )
     run = jax.jit(
-        partial(step, T=T, exact=exact), donate_argnums=0,
+        lambda cache, model, token: take_step(model, cache, token, T=T, exact=T > 1),
+        donate_argnums=0,
         compiler_options=options if jax.default_backend() == "gpu" else None,
     )  # fmt: skip
     token = jnp.zeros(cache.spec.batch, jnp.int32)
@@ -316,8 +374,25 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument(
         "--parts",
         type=named.names_of(PARTS, "part"),
-        default="rounds,layers",
+        default="rounds,forms,layers",
         help=",".join(PARTS),
+    )
+    parser.add_argument(
+        "--forms",
+        nargs="*",
+        type=named.cache,
+        default=[
+            "fier:budget=1024",
+            "fier:budget=1024,dense_layers=0",
+            "fier:budget=1024,share=2",
+        ],
+        help="methods of the part forms",
+    )
+    parser.add_argument(
+        "--steps-per-selection", type=numbers, default=[1, 2, 4], help="of the part forms"
+    )
+    parser.add_argument(
+        "--parallel", type=int, default=3, help="methods that compile at the same time"
     )
     parser.add_argument("--layers", type=int, default=4, help="of the part layers")
     parser.add_argument("--count", type=int, default=20, help="steps that are timed together")
@@ -336,6 +411,7 @@ def main(args: Sequence[str] | None = None) -> None:
     if given.quick:
         given.size, given.new, given.count, given.layers = (640, 2), 24, 2, 2
         given.method = "fier:budget=96"
+        given.forms = ["fier:budget=96", "fier:budget=96,dense_layers=0"]
     source = Path(given.text.partition("=")[2])
     about = {
         **provenance(),
@@ -350,7 +426,7 @@ def main(args: Sequence[str] | None = None) -> None:
     }
     keep = Rows(given.out, about, given.minutes)
     for part in given.parts:
-        {"rounds": rounds, "layers": layers}[part](given, keep)
+        {"rounds": rounds, "forms": forms, "layers": layers}[part](given, keep)
 
 
 if __name__ == "__main__":

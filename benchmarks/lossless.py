@@ -16,15 +16,15 @@ greedily, the loop of `kvjax.generate`.
   much the best logit of full attention exceeds the second where they differ (`margin`). In
   bfloat16 each of these rounds other sums.
 - `steps`: layers of the shape of Llama-3.1-8B: a step of full attention, verifications of 5 and
-  8 tokens, and a draft step. `head_ms` is the last product of the model. Tokens a second of 32
-  layers are derived from these and from the acceptance that `speed` measured (`derived`).
+  8 tokens, and a draft step, the mean of those by one selection. `head_ms` is the last product of
+  the model. Tokens a second of 32 layers are derived from these and from the acceptance
+  that `speed` measured (`derived`).
 - `acceptance`: tokens of a draft of 8 that are right, by method, budget and length
   (`kvjax.evaluate.acceptance`).
 - `selections`: tokens of a step with drafts of `--tokens`, 4 by default, by methods that select in
-  each draft step, by `verified+METHOD`, which select once in a round, when they verify, and by
-  `alternate+METHOD`, which select in every second draft step (`benchmarks/verified.py`). Beside
-  it the bytes that a draft step reads, and on a GPU the microseconds of a draft step and of a
-  verification, of the whole model.
+  each draft step, and by `verified+METHOD`, which select once in a round, when they verify
+  (`benchmarks/verified.py`). Beside it the bytes that a draft step reads, and on a GPU the
+  microseconds of a draft step and of a verification, of the whole model.
 
 What the file has is not measured again by the same code; a part begins only within
 `--minutes`. Without a GPU, `--quick` runs all parts at tiny sizes.
@@ -52,7 +52,7 @@ from layers import numbers, show
 from measured import write_rows
 from named import names_of
 from throughput import fill
-from verified import KINDS, Verified, drafting
+from verified import Verified, verified
 
 import kvjax
 from kvjax import PromptLookup, SelfDraft, models
@@ -60,7 +60,14 @@ from kvjax.cache.cache import Cache, LayerCache, flushed, init
 from kvjax.evaluate.drafting import DRAFT, acceptance
 from kvjax.evaluate.provenance import digest, model_digest, provenance
 from kvjax.generation import Stream, prefill
+from kvjax.generation.draft_length import tokens_in_one_pass
 from kvjax.generation.drafts import check_draft
+from kvjax.generation.kept_selections import (
+    attending_again,
+    keeping_selections,
+    steps_together,
+    without_selections,
+)
 from kvjax.memory import nbytes
 from kvjax.models import Checkpoint, Decoder, DecoderConfig
 from kvjax.spec import CacheSpec, default_dtype, padded_capacity
@@ -302,12 +309,13 @@ def loops(
         reading = time.perf_counter() - start
         prompts = Prompts(model, full, logits, prompt, given.new)
         plain, want = prompts.time_full(warm)
-        drafts, tokens = prompts.time_drafts(policies, SelfDraft(given.tokens), warm)
+        drafts, tokens = prompts.time_drafts(policies, given.draft, warm)
         row = {
             **key,
             "new": given.new,
             "prefill_seconds": reading,
             "full": plain,
+            "steps_per_selection": given.draft.steps_per_selection,
             "self_draft": drafts,
             "times_full": plain["seconds"] / drafts["seconds"],
         }
@@ -342,32 +350,46 @@ def loops(
 # ------------------------------------------------------------------------------------ steps
 
 
-@partial(jax.jit, static_argnames=("T", "exact", "count"), donate_argnames="cache")
-def take_steps(
-    model: Decoder, cache: Cache, *, T: int, exact: bool, count: int
+def take_step(
+    model: Decoder, cache: Cache, token: Array, *, T: int, exact: bool, together: int = 1
 ) -> tuple[Array, Cache]:
-    """`count` times a step of T tokens, each taken back."""
+    """The most likely tokens i32[B, T] after a step of T tokens, or after draft steps that
+    attend `together` to what the first of them selects; and the cache without them.
+    """
     length = cache.length
+    fed = jnp.broadcast_to(token[:, None], (len(token), T))
+    how: dict[str, Any] = {"steps": True, "exact": True} if exact else {}
+    if together > 1:
+        cache = keeping_selections(cache, together)
+    with flushed():
+        logits, cache = model(fed, cache, **how)
+        for _ in range(1, together):
+            fed = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            logits, cache = model(fed, attending_again(cache))
+    cache = kvjax.rollback(without_selections(cache), length)
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
+
+
+@partial(jax.jit, static_argnames=("T", "exact", "count", "together"), donate_argnames="cache")
+def take_steps(
+    model: Decoder, cache: Cache, *, T: int, exact: bool, count: int, together: int = 1
+) -> tuple[Array, Cache]:
+    """`count` times `take_step`."""
 
     def step(_: Any, carry: tuple[Array, Cache]) -> tuple[Array, Cache]:
         token, cache = carry
-        how: dict[str, Any] = {"steps": True, "exact": True} if exact else {}
-        with flushed():
-            logits, cache = model(
-                jnp.broadcast_to(token[:, None], (len(token), T)), cache, **how
-            )
-        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        return jnp.max(best, axis=1), kvjax.rollback(cache, length)
+        best, cache = take_step(model, cache, token, T=T, exact=exact, together=together)
+        return jnp.max(best, axis=1), cache
 
     token = jnp.zeros(cache.spec.batch, jnp.int32)
     return lax.fori_loop(0, count, step, (token, kvjax.flush(cache)))
 
 
 def time_steps(
-    model: Decoder, cache: Cache, T: int, exact: bool, count: int
+    model: Decoder, cache: Cache, T: int, exact: bool, count: int, together: int = 1
 ) -> tuple[float, Cache]:
-    """Milliseconds of a step: the median of three runs."""
-    how = {"T": T, "exact": exact, "count": count}
+    """Milliseconds of a step, or of those `together`: the median of three runs."""
+    how = {"T": T, "exact": exact, "count": count, "together": together}
     _, cache = jax.block_until_ready(take_steps(model, cache, **how))
     times = []
     for _ in range(3):
@@ -375,6 +397,16 @@ def time_steps(
         _, cache = jax.block_until_ready(take_steps(model, cache, **how))
         times.append(1e3 * (time.perf_counter() - start) / count)
     return float(np.median(times)), cache
+
+
+def time_drafts(
+    model: Decoder, cache: Cache, draft: SelfDraft, count: int
+) -> tuple[float, Cache]:
+    """Milliseconds of a draft step: the mean of those by one selection."""
+    tokens = draft.tokens or tokens_in_one_pass(cache.spec)
+    together = steps_together(cache, draft.steps_per_selection, tokens)
+    ms, cache = time_steps(model, cache, 1, False, count, together)
+    return ms / together, cache
 
 
 def steps(given: argparse.Namespace, keep: Any) -> None:
@@ -391,6 +423,7 @@ def steps(given: argparse.Namespace, keep: Any) -> None:
             continue
         spec = model.spec(batch=batch, capacity=padded_capacity(length))
         row: dict[str, Any] = {**key, "new": None, "layers": given.layers}
+        row["steps_per_selection"] = given.draft.steps_per_selection
         filled = fill(init(kvjax.Full(), spec, layers=given.layers), length - 64)
         row["full_ms"], filled = time_steps(model, filled, 1, False, given.count)
         del filled
@@ -398,7 +431,7 @@ def steps(given: argparse.Namespace, keep: Any) -> None:
         for T in (5, 8):
             row[f"verify_{T}_ms"], cache = time_steps(model, cache, T, True, given.count)
             row[f"verify_{T}_over_full"] = row[f"verify_{T}_ms"] / row["full_ms"]
-        row["draft_ms"], cache = time_steps(model, cache, 1, False, given.count)
+        row["draft_ms"], cache = time_drafts(model, cache, given.draft, given.count)
         del cache
         for T in (1, 5):
             row[f"head_{T}_ms"] = time_head(head, batch * T, given.count)
@@ -539,14 +572,12 @@ def accepted_of(
 
 
 def policies_of(method: str) -> Any:
-    """The policies that `METHOD`, `verified+METHOD` or `alternate+METHOD` names."""
-    kind, plus, name = method.partition("+")
-    if not plus:
-        return kvjax.presets.parse(method)
-    if kind not in KINDS:
-        wanted = ", ".join(f"{kind}+METHOD" for kind in KINDS)
-        raise SystemExit(f"--selections takes METHOD, {wanted}; got {method}")
-    return drafting(kind, kvjax.presets.parse(name))
+    """The policies that `METHOD` or `verified+METHOD` names."""
+    kind, plus, name = method.rpartition("+")
+    policies = kvjax.presets.parse(name)
+    if plus and kind != "verified":
+        raise SystemExit(f"--selections takes METHOD or verified+METHOD; got {method}")
+    return verified(policies) if plus else policies
 
 
 def draft_bytes(cache: Cache, length: int) -> dict[str, int]:
@@ -571,7 +602,7 @@ def with_drafts(model: Decoder, cache: Cache, logits: Array, new: int, tokens: i
     """The run that continues a prompt with drafts of `tokens`, however often they are right."""
     batch = cache.spec.batch
     nothing = np.zeros((batch, 1), np.int32)
-    drafter = SelfDraft(tokens).start(model, cache, nothing, np.zeros(batch, np.int32), new)
+    drafter = SelfDraft(tokens, 1).start(model, cache, nothing, np.zeros(batch, np.int32), new)
     always = replace(drafter, price=jnp.float32(0), idle=None, max_tokens=tokens)
     return Stream(model, cache, jnp.copy(logits), new, drafter=always)
 
@@ -643,7 +674,7 @@ def step_microseconds(
 ) -> dict[str, float]:
     """Of a draft step, and of the step that verifies `tokens` and the one before them."""
     verify, cache = time_steps(model, cache, tokens + 1, True, count)
-    draft, _ = time_steps(model, cache, 1, False, count)
+    draft, _ = time_drafts(model, cache, SelfDraft(tokens, 1), count)
     return {"draft_us": 1e3 * draft, "verify_us": 1e3 * verify}
 
 
@@ -708,6 +739,11 @@ def options() -> argparse.ArgumentParser:
     )
     parser.add_argument("--method", type=named.cache, default="fier:budget=1024")
     parser.add_argument("--tokens", type=int, help="of a draft; default: SelfDraft's own")
+    parser.add_argument(
+        "--steps-per-selection",
+        type=int,
+        help="draft steps of the parts speed, same and steps that attend to one selection; default: all of a draft",
+    )
     parser.add_argument("--new", type=int, default=384, help="tokens that each row writes")
     parser.add_argument(
         "--parts",
@@ -729,7 +765,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument(
         "--selections",
         nargs="*",
-        type=lambda text: named.caches(marks=tuple(f"{kind}+" for kind in KINDS))(text)[0],
+        type=lambda text: named.caches(marks=("verified+",))(text)[0],
         help="of the part selections; default: METHOD and verified+METHOD of several at a budget of 256",
     )
     parser.add_argument("--lengths", type=numbers, default=[4096, 16384, 31744])
@@ -758,6 +794,7 @@ def main(args: Sequence[str] | None = None) -> None:
         given.layers, given.count, given.forced, given.acceptance_rows = 2, 2, 24, 2
         given.shapes = "1024x2"
         given.method = "fier:budget=96"
+    given.draft = SelfDraft(given.tokens, given.steps_per_selection)
     given.shapes = [shape(text) for text in given.shapes.split(",")]
     given.methods = given.methods or drafting_methods(
         (448,) if given.quick else (1024, 256, 4096)

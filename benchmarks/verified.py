@@ -1,6 +1,5 @@
-"""Drafts that select in fewer steps: policies to measure beside those that select in every step.
-
-`Verified` drafts by a selection of the step that verified the last draft.
+"""Drafts by a selection of the step that verified the last one, to measure beside those that select
+in every step.
 
 A verification reads all tokens. So it can also say which of them the next draft should read,
 and the draft steps need no scores of their own: one selection serves them all.
@@ -10,10 +9,6 @@ and the draft steps need no scores of their own: one selection serves them all.
   keys, stands for scores that the kernel would keep.
 - `Verified(Retrieval(selector=Fier()))` and other selectors select by their index, once in a
   round instead of once in a step.
-
-`Alternate` selects in the first step of a draft and in every second one after it. The step between
-reads the same tokens and the one that has left the local window. It is for the acceptance alone:
-as one program serves both kinds of step, each selects, and the second puts its selection away.
 
 **Source:** SparseSpec, PillarAttn (arXiv 2607.27735): critical tokens of the next draft by the
 scores of the verification. **Differs:** all verified tokens count, because which of them are
@@ -194,35 +189,6 @@ class Verified(Policy):
         return replace(st, zones=self.retrieval.shortened(st.zones, lengths))
 
 
-@dataclass(frozen=True)
-class Alternate(Verified):
-    """A `Retrieval` that selects in every second step of a draft.
-
-    Its `verified` is the number of tokens that the row held when it selected.
-    """
-
-    def attend(
-        self, st: VerifiedState, q: Array, step: Step
-    ) -> tuple[Array, VerifiedState, Info]:
-        if step.lengths is not None and not step.exact:
-            return attend_in_turn(self, self._shortened, st, q, step)
-        if step.exact:
-            out, zones, info = self.retrieval.attend(st.zones, q, step)
-            # The next step is the first of a draft, so it selects.
-            return out, replace(st, zones=zones, verified=jnp.full_like(st.verified, -1)), info
-        fresh = self._selected_by(st, q, step)
-        again = st.length - st.verified == 1
-        st = replace(
-            st,
-            positions=jnp.where(again[:, None, None, None], st.positions, fresh.positions),
-            verified=jnp.where(again, st.verified, fresh.verified),
-        )
-        out, zones, info = self.retrieval.attend_selected(
-            st.zones, q, self.select(st, q, step), step
-        )
-        return out, replace(st, zones=zones), info
-
-
 def _fed(q: Array, lengths: Array) -> Array:
     """Queries [B, K, G, T, D] in which later tokens have the query of the last one that a row fed."""
     fed = jnp.diff(lengths, axis=0) > 0
@@ -232,13 +198,10 @@ def _fed(q: Array, lengths: Array) -> Array:
     return jax.vmap(lambda row, order: row[:, :, order], (0, 1))(q, last)
 
 
-KINDS = {"verified": Verified, "alternate": Alternate}
-
-
-def drafting(kind: str, policies: PerLayer) -> PerLayer:
-    """The policies of a method, each `Retrieval` as one of a kind of `KINDS`."""
+def verified(policies: PerLayer) -> PerLayer:
+    """The policies of a method, each `Retrieval` as a `Verified`."""
 
     def of(policy: Policy) -> Policy:
-        return KINDS[kind](policy) if isinstance(policy, Retrieval) else policy
+        return Verified(policy) if isinstance(policy, Retrieval) else policy
 
     return PerLayer(tuple(map(of, policies.first)), of(policies.rest))
