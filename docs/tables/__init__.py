@@ -64,7 +64,7 @@ TABLES: dict[str, Callable[[], str]] = {
         guides.several_tokens, guides.lossless, guides.lossless_same, guides.lossless_line, guides.lossless_steps,
         guides.accepted, guides.accepted_by_position, guides.accepted_by_text, guides.accepted_prose,
         guides.accepted_smollm2,
-        drafts.round_parts, drafts.loop_parts, drafts.selections,
+        drafts.round_parts, drafts.forms, drafts.selections,
         guides.hit_rates, guides.host_steps,
         guides.host_codes,
         guides.shared_quality, guides.shared_steps,

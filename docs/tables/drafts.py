@@ -9,9 +9,11 @@ from typing import Any
 from docs.tables.reading import RESULTS, load_rows
 from docs.tables.writing import markdown
 
+LATER = "later draft"  # one that attends to what the first of its draft selected
 STEPS = {
     "full": "`full`",
-    "draft": "draft step",
+    "draft": "draft step that selects",
+    LATER: "one after it",
     "verify 5": "verify 5",
     "verify 8": "verify 8",
 }
@@ -38,11 +40,31 @@ def _ms(us: float | None, floor: float | None = None) -> str:
 # ------------------------------------------------------------------------------------ rounds
 
 
+def _steps() -> dict[str, dict[str, Any]]:
+    """The rows of the part `rounds`, and the mean of the draft steps that do not select: those of
+    a selection, but the first.
+    """
+    rows = _rows("draft_rounds", "rounds")
+    if "drafts" not in rows:
+        return {}
+    first = rows["draft"]
+    together = rows["drafts"]
+
+    def rest(whole: float, one: float) -> float:
+        return max(whole - one, 0.0) / (together["together"] - 1)
+
+    later = {
+        kinds: {name: rest(us, first[kinds][name]) for name, us in together[kinds].items()}
+        for kinds in ("kernels_us", "floor_us")
+    }
+    return rows | {LATER: {**later, "us": rest(together["us"], first["us"]), "tokens": 1}}
+
+
 def round_parts() -> str:
     """Milliseconds of each step of a whole model by kind of kernel, and in brackets those that the
     bytes take which it must read.
     """
-    rows = _rows("draft_rounds", "rounds")
+    rows = _steps()
     if not rows:
         return _not_measured("draft_rounds.py MODEL --text prose=book.txt --parts rounds")
     steps = [rows[name] for name in STEPS]
@@ -76,40 +98,25 @@ def round_parts() -> str:
     return markdown(["ms (of the bytes)", *STEPS.values()], body)
 
 
-def loop_parts() -> str:
-    """Device time of a whole loop of drafts by kind of kernel, and the time of the bytes that its
-    steps must read.
-    """
-    rows = _rows("draft_rounds", "rounds")
-    if "rounds" not in rows.get("loop", {}):
-        return _not_measured("draft_rounds.py MODEL --text prose=book.txt --parts rounds")
-    loop = rows["loop"]
-    counts = {"verify 5": loop["rounds"], "draft": loop["draft_steps"]}
-
-    def of_bytes(kind: str) -> float:
-        return sum(n * rows[name]["floor_us"].get(kind, 0.0) for name, n in counts.items())
-
-    body = [
-        [kind, _ms(us), _ms(of_bytes(kind)) if of_bytes(kind) else ""]
-        for kind, us in loop["kernels_us"].items()
-    ]
-    least = sum(map(of_bytes, loop["kernels_us"]))
-    body.append(["all kernels", _ms(sum(loop["kernels_us"].values())), _ms(least)])
-    body.append(["**the loop**, in which kernels overlap", _ms(loop["us"]), ""])
-    full = loop["new"] * sum(rows["full"]["floor_us"].values())
-    body.append([f"{loop['new']} steps of `full`", "", _ms(full)])
-    return markdown(["kernels", "ms", "ms of the bytes"], body)
+# ------------------------------------------------------------------------------------ forms
 
 
-def loop_value(name: str) -> str:
-    """A count of the loop: its `rounds` or its `draft_steps`."""
-    return f"{_rows('draft_rounds', 'rounds')['loop'][name]:.0f}"
-
-
-def active_rows() -> str:
-    """Rows that take part in a round of a loop, per cent: the others have ended."""
-    loop = _rows("draft_rounds", "rounds")["loop"]
-    return f"{100 * loop['steps'] / (loop['rounds'] * loop['batch']):.0f}"
+def forms() -> str:
+    """The whole loop by methods and by the draft steps that attend to one selection."""
+    rows = _rows("draft_forms", "forms")
+    if not rows:
+        return _not_measured("draft_rounds.py MODEL --text prose=book.txt --parts forms")
+    by_method: dict[str, list[dict[str, Any]]] = {}
+    for name, row in rows.items():
+        if "times_full" in row:
+            by_method.setdefault(name.partition(" x ")[2], []).append(row)
+    body = []
+    for method, found in by_method.items():
+        cells = [f"{row['times_full']:.2f} ({row['tokens_per_step']:.2f})" for row in found]
+        body.append([f"`{method}`", *cells])
+    steps = [row["steps_per_selection"] for row in next(iter(by_method.values()))]
+    titles = [f"{n} step{'s' if n > 1 else ''} a selection" for n in steps]
+    return markdown(["draft", *titles], body)
 
 
 # ------------------------------------------------------------------------------------ selections

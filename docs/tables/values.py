@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from docs.tables import drafts, guides, hybrid, performance, scaling
+from docs.tables import guides, hybrid, performance, scaling
 from docs.tables.claims import load_claims, read_cell
 from docs.tables.reading import load_file, load_measured, load_results, load_rows, load_scores
 from docs.tables.tpus import of_dense, steps_of
@@ -272,8 +272,5 @@ VALUES: dict[str, Callable[[], str]] = {
     "idle_drafts": idle_drafts,
     "lossless_one_row": guides.lossless_one_row,
     "hybrid_commands": hybrid.commands,
-    "draft_rounds": partial(drafts.loop_value, "rounds"),
-    "draft_steps": partial(drafts.loop_value, "draft_steps"),
-    "active_rows": drafts.active_rows,
     "score_bundles_tpu7x": partial(score_bundles, "tpu7x"),
 }
