@@ -43,9 +43,11 @@ def main() -> int:
     gc.disable()  # the objects that imports make stay; `kvjax.cli.terminal.collect_garbage` turns it on
     try:
         from kvjax.cli import main as run
+        from kvjax.numerics.platforms import compile_for_own_devices
     except ImportError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    compile_for_own_devices()
     return run()
 
 

@@ -15,6 +15,8 @@ import jax
 from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+# Whether programs of this process may be compiled for devices that it does not have.
+_compiles_ahead = True
 TILE = (8, 128)  # of a TPU's memory: places of the second last axis, and of the last
 R = TypeVar("R")
 
@@ -63,9 +65,25 @@ def _usual_order(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...] | Non
     return None
 
 
+def compile_for_own_devices() -> None:
+    """Leaves out of the programs of this process what only other devices would run.
+
+    A process on a CPU then traces, and imports, no kernels for a GPU or TPU that its plugin
+    could compile for. For a command, which runs all that it compiles; a library call leaves its
+    process as it is.
+    """
+    global _compiles_ahead
+    _compiles_ahead = False
+
+
+def compiles_ahead() -> bool:
+    """True if programs of this process may be compiled for devices that it does not have."""
+    return _compiles_ahead
+
+
 def reaches_tpus() -> bool:
     """True if this process has a TPU, or libtpu, which can compile for one that is not there."""
-    return jax.default_backend() == "tpu" or _has_libtpu()
+    return jax.default_backend() == "tpu" or (_compiles_ahead and _has_libtpu())
 
 
 def gathers_by_sparsecores() -> bool:

@@ -502,7 +502,8 @@ def reaches_gpus() -> bool:
     """True if this process has a GPU, or JAX's plugin for NVIDIA GPUs, which can compile for
     one that is not there.
     """
-    return jax.default_backend() == "gpu" or _has_cuda_plugin()
+    ahead = platforms.compiles_ahead() and _has_cuda_plugin()
+    return jax.default_backend() == "gpu" or ahead
 
 
 @functools.cache

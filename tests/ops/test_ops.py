@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 
 import kvjax
+import kvjax_command
 from kvjax import ops
+from kvjax.numerics import platforms
 from kvjax.numerics.partial import Logits
 from kvjax.numerics.quant import quantize_1bit
 from kvjax.numerics.selection import Candidates
 from kvjax.ops.op import op as make_op
+from kvjax.ops.op import reaches_gpus
 from tests.kernels.conftest import HAS_KERNELS, KERNELS, ON_GPU
 
 SCORES, VALID = jax.random.normal(jax.random.key(0), (2, 50)), jnp.ones((2, 50), bool)
@@ -227,3 +230,20 @@ def test_arguments_are_bound_as_those_of_a_function():
     with pytest.raises(TypeError, match="unexpected keyword argument 'size'"):
         ops.top_k(SCORES, VALID, 5, size=3)
     assert repr(ops.top_k) == "<kvjax.ops.top_k>"
+
+
+def test_a_command_on_a_cpu_has_no_programs_for_other_devices(monkeypatch):
+    if jax.default_backend() != "cpu":
+        pytest.skip("a process on a CPU")
+    monkeypatch.setattr("kvjax.ops.op._has_cuda_plugin", lambda: True)
+    monkeypatch.setattr(platforms, "_has_libtpu", lambda: True)
+    monkeypatch.setattr(platforms, "_compiles_ahead", True)
+    assert reaches_gpus()
+    assert platforms.reaches_tpus()
+
+    monkeypatch.setattr(kvjax_command, "end_at_interrupt", lambda: None)
+    monkeypatch.setattr("kvjax.cli.main", lambda: 0)
+    monkeypatch.setattr("gc.disable", lambda: None)
+    assert kvjax_command.main() == 0
+    assert not reaches_gpus()
+    assert not platforms.reaches_tpus()
