@@ -57,13 +57,18 @@ class Ahead:
         self._pool = ThreadPoolExecutor(THREADS, "ahead")
         self.submit = self._pool.submit
         self._cache: Future[Cache] | None = None
-        self._begun: Future[list[Future[Compiled]]] | None = None
+        # The programs that read the prompt, and those of decode steps, once they are known.
+        self._prompt: Future[list[Future[Compiled]]] | None = None
+        self._steps: Future[list[Future[Compiled]]] | None = None
 
     def begin(self, shapes: Decoder) -> None:
         """Starts to make the cache, and to compile for a model of these shapes."""
         self.started = time.perf_counter()
         self._cache = self._pool.submit(self._empty)
-        self._begun = self._pool.submit(self._compile_all, shapes)
+        if self._job.compiles_ahead:
+            cache = self._pool.submit(self._abstract)
+            self._prompt = self._pool.submit(self._compile_prompt, shapes, cache)
+            self._steps = self._pool.submit(self._compile_steps, shapes, cache)
 
     def cache(self) -> Cache:
         """The empty cache. If there was no memory for it while weights were read, it is made
@@ -83,8 +88,7 @@ class Ahead:
         told = self.telling.is_alive() or self.telling.finished.is_set()
         if not self._silent and not told:
             self.telling.start()
-        # The last program is that of decode steps.
-        programs = self._programs[:-1] if prompt_only else self._programs
+        programs = _of(self._prompt) if prompt_only else self._programs
         ends = [one.result().ended for one in programs]
         if ends and not prompt_only:
             self.telling.cancel()
@@ -106,22 +110,37 @@ class Ahead:
         self.made = time.perf_counter()
         return cache
 
-    def _compile_all(self, shapes: Decoder) -> list[Future[Compiled]]:
-        """Starts to compile each program of the job."""
-        from kvjax.generation import compile_ahead
+    def _abstract(self) -> Cache:
+        """The empty cache, without its memory where programs depend on no more than that."""
         from kvjax.generation.streaming import abstract_cache
 
+        return abstract_cache(self._job.empty) or self.cache()
+
+    def _compile_prompt(self, shapes: Decoder, cache: Future[Cache]) -> list[Future[Compiled]]:
+        """Starts to compile each program that reads the prompt."""
+        from kvjax.generation import compile_ahead
+
+        tokens = len(self._job.tokens)
+        programs = compile_ahead(shapes, cache.result(), tokens, steps=False)
+        return [self._pool.submit(self._compile, program) for program in programs]
+
+    def _compile_steps(self, shapes: Decoder, cache: Future[Cache]) -> list[Future[Compiled]]:
+        """Starts to compile each program of decode steps, after those of the prompt."""
+        from kvjax.generation import compile_ahead
+
         job = self._job
-        if not job.compiles_ahead:
-            return []
+        # Even a list of the programs of steps takes a trace of a step, and threads take turns at
+        # Python. So the prompt, which runs first, has its programs listed before.
+        _of(self._prompt)
         programs = compile_ahead(
             shapes,
-            abstract_cache(job.empty) or self.cache(),
+            cache.result(),
             len(job.tokens),
             sampling=job.sampling,
             processors=job.checkpoint.processors,
             stop_tokens=job.stop_tokens,
             measure=True,
+            prompts=False,
             short=job.short,
         )
         return [self._pool.submit(self._compile, program) for program in programs]
@@ -136,7 +155,7 @@ class Ahead:
 
     @property
     def _programs(self) -> list[Future[Compiled]]:
-        return [] if self._begun is None else self._begun.result()
+        return [*_of(self._prompt), *_of(self._steps)]
 
     def _expected(self) -> float:
         """About how many seconds the programs take, by their number and the layers."""
@@ -161,6 +180,11 @@ class Ahead:
             f"compiling {programs} programs, for a prompt of {len(self._job.tokens)} tokens and "
             f"for decode steps of {layers} layers, takes about {about:.0f} s{_kept()}"
         )
+
+
+def _of(programs: Future[list[Future[Compiled]]] | None) -> list[Future[Compiled]]:
+    """Programs that compile; none if they do not compile ahead."""
+    return [] if programs is None else programs.result()
 
 
 @contextmanager

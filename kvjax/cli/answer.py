@@ -192,8 +192,7 @@ def _cache(job: Job, ahead: Ahead, times: Timeline) -> Cache:
     import jax
 
     # On a CPU, whose cores prompt and compiler would share, all programs come first.
-    prompt_only = jax.default_backend() != "cpu" and not job.short
-    ahead.wait(prompt_only=prompt_only)
+    ahead.wait(prompt_only=jax.default_backend() != "cpu")
     collect_garbage()
     cache = ahead.cache()
     times.add(ahead.started, ahead.made, "empty cache")

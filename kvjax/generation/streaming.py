@@ -694,13 +694,14 @@ def compile_ahead(
     chunk: int | None = None,
     measure: bool = False,
     prompts: bool = True,
+    steps: bool = True,
     short: bool = False,
 ) -> list[Callable[[], Any]]:
     """Functions that each compile a program of `stream` for a prompt of `prompt_tokens`, to be
     called in threads.
 
-    None is for prompts of all lengths, and without `prompts` there is only the program of
-    decode steps.
+    None is for prompts of all lengths. Without `prompts` there are only the programs of decode
+    steps, and without `steps` only those that read prompts.
 
     `model` may hold shapes (`jax.ShapeDtypeStruct`) in place of arrays, so that programs
     compile while weights are read. `cache` is the empty one of the run, in which nothing
@@ -708,7 +709,7 @@ def compile_ahead(
     """
     V = vocabulary_size(model)
     programs = prompt_programs(model, cache, prompt_tokens, chunk=chunk) if prompts else []
-    if V is not None:
+    if steps and V is not None:
         rows = cache.spec.batch
         logits: Any = jax.device_put(np.zeros((rows, V), np.float32))
         draws = Draws.of(sampling, jax.random.key(0), rows)
