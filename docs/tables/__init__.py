@@ -47,7 +47,8 @@ TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
     for table in (
         readme.headline, readme.speed, readme.quality,
-        speed.steps, speed.compared, speed.steps_in_plain_jax, speed.kernels, speed.first_tokens, speed.million,
+        speed.steps, speed.compared, speed.steps_in_plain_jax, speed.kernels, speed.first_tokens,
+        speed.first_answers, speed.million,
         speed.indexing, speed.tokens, speed.largest_batches, speed.host_batches, speed.serving,
         speed.while_reading,
         speed.coded_steps, speed.mixtures,

@@ -200,6 +200,37 @@ def first_tokens() -> str:
     )
 
 
+# Of a process: its row's work and programs, the number of it, and how the table calls that.
+FIRST_ANSWERS = (
+    ("answer", "cold", "first_seconds", "8B, empty folder: s to the first text"),
+    ("answer", "warm", "first_seconds", "8B, filled folder: s to the first text"),
+    ("answer", "warm", "cpu_seconds", "the same: CPU seconds to the end"),
+    ("lengths", None, "seconds", "8B, a third length of prompt: s"),
+    ("job", "cold", "cpu_seconds", "README's command, empty folder: CPU seconds"),
+    ("job", "warm", "cpu_seconds", "README's command, filled folder: CPU seconds"),
+)
+
+
+def first_answers() -> str:
+    """Processes of this state and of an earlier one, in turns; ranges where several ran."""
+    states = ("kvjax at e2f12fd", "kvjax")
+    found = {
+        (row["by"], row["work"], row["programs"]): row
+        for row in load_rows("first_answer")
+        if "runs" in row
+    }
+    rows = []
+    for work, programs, number, words in FIRST_ANSWERS:
+        cells = [words]
+        for state in states:
+            row = found[state, work, programs]
+            runs = [run[number] for run in row["runs"]]
+            several = f" ({min(runs):.2f} to {max(runs):.2f})" if len(runs) > 1 else ""
+            cells.append(f"{row[number]:.2f}{several}")
+        rows.append(cells)
+    return markdown(["process", "at e2f12fd", "now"], rows)
+
+
 def million() -> str:
     """A prompt of a million tokens: its rate, the whole of it at that rate, and a token after
     it.
