@@ -147,14 +147,14 @@ class Evicting(Policy):
             raise ValueError(
                 f"Evicting(every={self.every}) must be below budget={self.budget}, which it would empty"
             )
-        if not self.evicts_several and (self.every > 1 or self.evictor.remembers(8)):
+        if not self.evicts_several and (self.every > 1 or self._remembers_queries):
             raise ValueError(
                 f"{type(self).__name__} evicts one token at a time, by evidence; use every=1 and an evictor such as "
                 f"kvjax.HeavyHitter() instead of {self.evictor}"
             )
         changes_update = type(self).update is not Evicting.update
         knows_step = type(self).update_for_step is not Evicting.update_for_step
-        if changes_update and not knows_step and self.evictor.remembers(8):
+        if changes_update and not knows_step and self._remembers_queries:
             raise ValueError(
                 f"{type(self).__name__} changes update, which does not get the step by which {self.evictor} evicts; "
                 "change update_for_step instead"
@@ -184,9 +184,13 @@ class Evicting(Policy):
         )
 
     @property
+    def _remembers_queries(self) -> bool:
+        # How many it remembers may depend on the head size, but not whether: any will do.
+        return self.evictor.remembers(8) > 0
+
+    @property
     def _needs_queries(self) -> bool:
-        # Whether it remembers queries does not depend on the head size, here 8.
-        return self.evictor.arrival is not None or self.evictor.remembers(8) > 0
+        return self.evictor.arrival is not None or self._remembers_queries
 
     def update(self, st: EvictingState, k: Array, v: Array, active: Array) -> EvictingState:
         """Stores a token without its step. Raises ValueError for an evictor that remembers

@@ -282,6 +282,7 @@ class Scheduler:
         """True if a request could run at once if a slot were free."""
         if self.parked or any(prompt.is_read for prompt in self.reading):
             return True
+        # With none before it, a prompt that waits is read in the step that fills the slot.
         return not self.reading and self.waiting > 0
 
     @property
