@@ -204,9 +204,9 @@ def _chunks(*refs: Any, sizes: Sizes) -> None:
     with when(t < CHUNK):
         own_total = simt.load_shared(totals + t * 4)
         last = simt.load_shared(totals + 4 * (CHUNK - 1))
-        left = _exp(instr("sub.f32", last, own_total))
+        until = _exp(instr("sub.f32", last, own_total))
         to = simt.offset_rows(factors, block, 8 * CHUNK)
-        for i, x in enumerate((simt.load_shared(starts + t * 4), left)):
+        for i, x in enumerate((simt.load_shared(starts + t * 4), until)):
             ptx("st.global.u32 [$0], $1;", simt.offset(to, (t + i * CHUNK) * 4), x)
     ptx("cp.async.wait_group 0;")
     simt.block_barrier()
@@ -226,10 +226,11 @@ def _chunks(*refs: Any, sizes: Sizes) -> None:
         with when(is_first):
             _store_four(key_at, word(4 * s) + warp, _swapped(own_queries))
         for p in range(CHUNK // 16):
-            a, b, c, d = tiles.load(keys, word(16 * p), word(s))
-            for n, right in enumerate(((a, c), (b, d))):
-                alike[2 * p + n] = simt.mma("bf16", alike[2 * p + n], own_keys, right)
-                seen[2 * p + n] = simt.mma("bf16", seen[2 * p + n], own_queries, right)
+            tile_of_keys = tiles.load(keys, word(16 * p), word(s))
+            for n in range(2):
+                both = tile_of_keys[n::2]
+                alike[2 * p + n] = simt.mma("bf16", alike[2 * p + n], own_keys, both)
+                seen[2 * p + n] = simt.mma("bf16", seen[2 * p + n], own_queries, both)
 
     # Times the decay between both tokens. A lane has rows quad and quad + 8 of this warp's, and
     # columns 2 col and 2 col + 1 of each eight.
@@ -272,7 +273,7 @@ def _chunks(*refs: Any, sizes: Sizes) -> None:
     right = [[inverse.columns(8 * n, s) for s in range(CHUNK // 16)] for n in range(CHUNK // 8)]
     for m in range(2):
         tile = warp * 2 + m
-        left = [
+        turned = [
             _swapped(tiles.load(values, word(16 * s), tile, turned=True))
             for s in range(CHUNK // 16)
         ]
@@ -280,7 +281,7 @@ def _chunks(*refs: Any, sizes: Sizes) -> None:
         for n in range(CHUNK // 8):
             acc = [word(0)] * 4
             for s in range(CHUNK // 16):
-                acc = simt.mma("bf16", acc, left[s], right[n][s])
+                acc = simt.mma("bf16", acc, turned[s], right[n][s])
             words += [_pair(*acc[:2]), _pair(*acc[2:])]
         for j in range(4):
             _store_four(head_at, tile * 4 + j, words[4 * j : 4 * j + 4])

@@ -236,14 +236,14 @@ def _program(*refs: Any, sizes: Sizes, of_kernel: int) -> None:
     makes_key = first.equals(0) & head.equals(key_head * sizes.shared)
     size = 2 * Dk + sizes.columns
     for begin in range(0, size, sizes.threads):
-        i = t + begin
-        of_value = i >= 2 * Dk
-        channel = (i < Dk).select(i, i + (sizes.key_heads - 1) * Dk) + key_head * Dk
-        value = i + (2 * (sizes.key_heads - 1) * Dk) + head * Dv + first
+        item = t + begin
+        of_value = item >= 2 * Dk
+        channel = (item < Dk).select(item, item + (sizes.key_heads - 1) * Dk) + key_head * Dk
+        value = item + (2 * (sizes.key_heads - 1) * Dk) + head * Dv + first
         channel = of_value.select(value, channel)
-        with when(i < size):
+        with when(item < size):
             newest, result = convolution(channel)
-            simt.store_shared(vectors + i * 4, result)
+            simt.store_shared(vectors + item * 4, result)
             keeps = (makes_key.select(1, 0) | of_value.select(1, 0)).differs(0)
             with when(takes & keeps):
                 convolution.keep(channel, newest)
