@@ -509,7 +509,6 @@ VALUES: dict[str, Callable[[], str]] = {
     "starting_ms": partial(starting_ms, "before"),
     "starting_in_graph_ms": partial(starting_ms, "graph"),
     "exchanging_ms": partial(exchanging_ms, "before"),
-    "exchanging_in_graph_ms": partial(exchanging_ms, "graph"),
     "computing_ms": computing_ms,
     "full_by_tokens_of_one": partial(of_one_gpu, "full", "ctx=4"),
     "fier_by_heads_of_one": partial(of_one_gpu, "fier", "model=4"),
