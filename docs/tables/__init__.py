@@ -81,6 +81,7 @@ TABLES: dict[str, Callable[[], str]] = {
         prompts.prompts_counted, prompts.prompts_differ, prompts.prompts_scored, prompts.prompts_gsm8k,
         faults.mutants,
         beside.peers_ahead, beside.peers, beside.peers_run, beside.presses_about, beside.presses, beside.products,
+        beside.presses_qwen_about, beside.presses_qwen,
     )
 }  # fmt: skip
 PICTURES = board.PICTURES | beside.PICTURES

@@ -10,7 +10,7 @@ from typing import Any
 from docs.tables.published import NEEDLES
 from docs.tables.reading import RESULTS, load_scores, score_of
 from docs.tables.writing import markdown, short
-from kvjax.evaluate.curves import Axis, around, draw, evenly
+from kvjax.evaluate.curves import Axis, draw, evenly
 
 NOT_MEASURED = "not measured"
 WORKS = {  # as `benchmarks/beside/cases.py` names them
@@ -130,8 +130,17 @@ def peers_run() -> str:
 
 
 def presses() -> str:
-    """Scores of presses and methods at equal budgets, the best first."""
-    rows = _load("presses")["rows"]
+    """Scores of the shipped model at equal budgets, the best first."""
+    return _scores_at_budgets("presses")
+
+
+def presses_qwen() -> str:
+    """Scores of Qwen2.5-Coder-1.5B at equal budgets, the best first, and tokens a second."""
+    return _scores_at_budgets("presses_qwen")
+
+
+def _scores_at_budgets(file: str) -> str:
+    rows = _load(file)["rows"]
     budgets = sorted({row["budget"] for row in rows if row["budget"]})
     named = dict.fromkeys((row["library"], row["method"]) for row in rows)
     scores = {(row["library"], row["method"], row["budget"]): row["score"] for row in rows}
@@ -150,19 +159,34 @@ def presses() -> str:
     if not body:
         body = [["", "kvpress, kvjax", NOT_MEASURED]]
     titles = ["method", "library", "keeps", *(f"budget {budget}" for budget in budgets)]
+    speeds = {(row["library"], row["method"]): row["tokens_per_second"] for row in rows}
+    if any(speeds.values()):
+        titles.append("tokens a second")
+        for line, one in zip(body, order, strict=True):
+            line.append(f"{speeds[one]:.0f}")
     return markdown(titles, body)
 
 
 def presses_about() -> str:
     """One sentence: the task, the sample and where it ran."""
-    rows = _load("presses")["rows"]
+    return _about("presses")
+
+
+def presses_qwen_about() -> str:
+    """The same of Qwen2.5-Coder-1.5B."""
+    return _about("presses_qwen")
+
+
+def _about(file: str) -> str:
+    rows = _load(file)["rows"]
     if not rows:
         return f"{NOT_MEASURED.capitalize()}: `python benchmarks/presses.py`.\n"
     one = rows[0]
+    where = "a CPU" if one["backend"] == "cpu" else f"one {one['device']}"
     versions = {row["library"]: row["version"] for row in rows}
     return (
         f"{one['task']}, n = {one['n']}, `{one['model']}`, kvpress {versions.get('kvpress', '-')}, "
-        f"on a {one['device'].upper()}, {one['date'][:10]}.\n"
+        f"on {where}, {one['date'][:10]}.\n"
     )
 
 
@@ -238,26 +262,7 @@ def needles_by_time() -> str:
     )
 
 
-def score_by_time() -> str:
-    """Score by milliseconds of a token, of presses and methods that were timed in one run."""
-    rows = [row for row in _load("presses")["rows"] if row["tokens_per_second"]]
-    curves: dict[str, list[tuple[float, float]]] = {}
-    for row in sorted(rows, key=lambda row: row["budget"] or 0):
-        name = f"{row['method']}, {row['library']}"
-        curves.setdefault(name, []).append((1e3 / row["tokens_per_second"], row["score"]))
-    return draw(
-        curves,
-        around([x for of in curves.values() for x, _ in of]),
-        evenly(1),
-        title=rows[0]["task"],
-        x_label=f"milliseconds of a token, one row, {rows[0]['device']}",
-        y_label="score",
-    )
-
-
 PICTURES: dict[str, Callable[[], str]] = {
     "beside_needles": needles_by_time,
     "beside_same_text": same_text,
 }
-if any(row["tokens_per_second"] for row in _load("presses")["rows"]):
-    PICTURES["beside_score"] = score_by_time
