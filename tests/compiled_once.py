@@ -1,4 +1,4 @@
-"""Compiles equal programs once in a process, and lowers programs in less time.
+"""Compiles equal programs once in a process, and lowers several in one context.
 
 Functions that a test makes for itself, and policies of classes that differ in nothing that a
 program sees, are traced to equal programs: a fifth of those that the suite compiles. jax's own
@@ -8,10 +8,6 @@ and a program from there need not tell its temp bytes, which laws count.
 jax 0.10 makes a context of MLIR for each program that it lowers, and registers the operations
 of all dialects in it: 6 ms, two thirds of the time that a small program takes to lower. jax
 0.11 lowers several programs of a thread in one context, which here the older one does too.
-
-jax lowers each kind of equation to a function, and copies that into the program wherever such
-an equation stands. Most stand in one place of a program, where writing the operation itself
-takes two thirds of the time, and gives the same text.
 """
 
 import functools
@@ -25,8 +21,6 @@ from typing import Any
 import jax
 from jax._src import compiler
 from jax._src.interpreters import mlir
-from jax._src.lax import lax, slicing
-from jax.extend.core import Primitive
 
 # A process may have some 65 000 maps of memory. XLA's CPU backend makes some 25 for a program.
 MOST = 800
@@ -111,30 +105,3 @@ def _several_times(make: Callable[[], Any]) -> Callable[[], Any]:
         return own.context
 
     return make_or_take
-
-
-def lower_directly() -> bool:
-    """Has operations of programs lowered without a function for each kind.
-
-    Returns False, and changes nothing, if jax keeps no such functions as we know them.
-    """
-    without = getattr(mlir, "_uncacheable_primitives", None)
-    if not isinstance(without, set):
-        return False
-    without |= operations()
-    return True
-
-
-def operations() -> set[Primitive]:
-    """The primitives of arithmetic, shapes and slices.
-
-    Not those whose function is called instead of copied: their text would be another.
-    """
-    tables = (mlir._lowerings, *mlir._platform_specific_lowerings.values())
-    defined = (*vars(lax).values(), *vars(slicing).values())
-    return {
-        value
-        for value in defined
-        if isinstance(value, Primitive)
-        and all(table[value].inline for table in tables if value in table)
-    }

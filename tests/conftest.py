@@ -39,7 +39,6 @@ from tests import compiled_once
 
 compiled_once.install()
 compiled_once.reuse_contexts()
-compiled_once.lower_directly()
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update(

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import Array, lax
+from jax import Array
 from jax._src.interpreters import mlir
 
 from tests import compiled_once
@@ -114,18 +113,3 @@ def test_programs_of_one_context_are_those_of_their_own_contexts(
         mlir, "make_ir_context", compiled_once._several_times(mlir.make_ir_context)
     )
     assert lowered() == alone
-
-
-def test_a_program_that_is_lowered_directly_has_the_same_text(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def program(x: Array) -> Array:
-        again = jnp.sort(jnp.where(x > 2, jnp.exp(x), x[::-1]))
-        return lax.fori_loop(0, 3, lambda i, y: y.at[i].set(jnp.sum(y)), again + jnp.exp(x))
-
-    directly = jax.jit(program).lower(X).as_text()
-    operations, without = compiled_once.operations(), mlir._uncacheable_primitives
-    assert {lax.sort_p, lax.exp_p, lax.scatter_p} <= operations & without
-    monkeypatch.setattr(mlir, "_uncacheable_primitives", without - operations)
-    jax.clear_caches()
-    assert jax.jit(program).lower(X).as_text() == directly
