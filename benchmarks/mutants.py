@@ -129,9 +129,12 @@ ROOMS: dict[str, tuple[str, str, dict[str, str]]] = {
         },
     ),
     "drafts": (
-        "kvjax/generation/drafts.py",
+        "kvjax/generation/drafts.py kvjax/generation/kept_selections.py kvjax/policies/kept.py",
         "tests/generation tests/serve/test_self_draft.py tests/models/test_hybrid.py",
-        {"drafts": "tests/generation/test_drafts.py tests/generation/test_self_draft.py"},
+        {
+            "drafts": "tests/generation/test_drafts.py tests/generation/test_self_draft.py",
+            "kept": "tests/generation/test_kept_selections.py",
+        },
     ),
     "sparse": (
         "kvjax/ops/key_blocks.py",
