@@ -91,7 +91,8 @@ def attend_chunk(
         "attend_chunk", q, "a chunk of one token" if q.shape[1] == 1 else _unlike(k, v, logits)
     ):
         return blocked(q, k, v)
-    turns = partial(_in_turns, logits=logits, window=window)
+    in_turns = partial(attend_causal_in_turns, logits=logits, window=window, block=PLAIN_BLOCK)
+    turns = partial(_by_kv_head, in_turns)
     return lax.platform_dependent(
         q, k, v, cuda=cudnn, default=_quickly_traced(turns, blocked, q.shape[1])
     )
@@ -496,22 +497,16 @@ def _attend_blocks(
 @partial(jax.checkpoint, static_argnums=(3, 4))
 @partial(jax.jit, static_argnums=(3, 4))
 def _blocked(q: Array, k: Array, v: Array, logits: Logits, window: int | None) -> Array:
-    B, T, N, _ = q.shape
-    K = k.shape[2]
-    part = attend_causal(
-        group(q, K), *(jnp.swapaxes(a, 1, 2) for a in (k, v)), logits=logits, window=window
-    )
-    return ungroup(part.out.reshape(B, K, N // K, T, -1), q.dtype)
+    return _by_kv_head(partial(attend_causal, logits=logits, window=window), q, k, v)
 
 
-def _in_turns(q: Array, k: Array, v: Array, *, logits: Logits, window: int | None) -> Array:
-    """`_blocked` by loops, which are traced once for all blocks."""
+def _by_kv_head(attend: Callable[..., PartialAttention], q: Array, k: Array, v: Array) -> Array:
+    """`attend` of the queries of each KV head, for q [B, T, N, D] and k, v [B, T, K, D]: [B, T,
+    N, D] in the dtype of q.
+    """
     B, T, N, _ = q.shape
     K = k.shape[2]
-    own = (jnp.swapaxes(a, 1, 2) for a in (k, v))
-    part = attend_causal_in_turns(
-        group(q, K), *own, logits=logits, window=window, block=PLAIN_BLOCK
-    )
+    part = attend(group(q, K), *(jnp.swapaxes(a, 1, 2) for a in (k, v)))
     return ungroup(part.out.reshape(B, K, N // K, T, -1), q.dtype)
 
 
