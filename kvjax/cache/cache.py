@@ -537,6 +537,11 @@ def with_layers(cache: Any, layers: Sequence[LayerCache]) -> Any:
     )
 
 
+def map_layers(change: Callable[[LayerCache], LayerCache], cache: Cache) -> Cache:
+    """`cache` with each layer as `change` makes it."""
+    return dataclasses.replace(cache, layers=tuple(map(change, cache.layers)))
+
+
 def with_states(cache: Any, states: Sequence[Any]) -> Any:
     pairs = zip(layers_of(cache), states, strict=True)
     return with_layers(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvjax.cache.cache import Cache, LayerCache
+from kvjax.cache.cache import Cache, LayerCache, map_layers
 from kvjax.policies import Retrieval
 from kvjax.policies.kept import Kept, KeptState
 
@@ -39,7 +39,7 @@ def keeping_selections(cache: Cache, steps: int) -> Cache:
             return own
         return replace(own, policy=Kept(policy, steps - 1), state=KeptState(own.state))
 
-    return replace(cache, layers=tuple(map(layer, cache.layers)))
+    return map_layers(layer, cache)
 
 
 def attending_again(cache: Cache) -> Cache:
@@ -51,7 +51,7 @@ def attending_again(cache: Cache) -> Cache:
             return own
         return replace(own, policy=replace(policy, again=True))
 
-    return replace(cache, layers=tuple(map(layer, cache.layers)))
+    return map_layers(layer, cache)
 
 
 def without_selections(cache: Cache) -> Cache:
@@ -63,4 +63,4 @@ def without_selections(cache: Cache) -> Cache:
             return own
         return replace(own, policy=policy.policy, state=own.state.state)
 
-    return replace(cache, layers=tuple(map(layer, cache.layers)))
+    return map_layers(layer, cache)

@@ -13,7 +13,7 @@ from functools import partial
 
 import jax
 
-from kvjax.cache.cache import Cache, LayerCache, init_layer
+from kvjax.cache.cache import Cache, LayerCache, init_layer, map_layers
 from kvjax.call import run
 from kvjax.compiling import Program
 from kvjax.policies import Full, FullState
@@ -75,7 +75,7 @@ def staged(
         state = StagedState(layer.state, make(layer, room))
         return replace(layer, policy=policy, state=state)
 
-    return replace(cache, layers=tuple(map(with_prompt, cache.layers)))
+    return map_layers(with_prompt, cache)
 
 
 def with_room(cache: Cache, tokens: int, chunks: int) -> Cache:
@@ -89,10 +89,11 @@ def settled(cache: Cache) -> Cache:
     """`cache` after its prompt: stored, and without room for one, if there was any. Donates
     layers with room.
     """
-    layers = (
-        _settle(layer) if isinstance(layer.policy, Staged) else layer for layer in cache.layers
-    )
-    return without_room(replace(cache, layers=tuple(layers)))
+
+    def settle(layer: LayerCache) -> LayerCache:
+        return _settle(layer) if isinstance(layer.policy, Staged) else layer
+
+    return without_room(map_layers(settle, cache))
 
 
 def without_room(cache: Cache) -> Cache:
@@ -104,7 +105,7 @@ def without_room(cache: Cache) -> Cache:
             return layer
         return replace(layer, policy=policy.policy, state=layer.state.stored)
 
-    return replace(cache, layers=tuple(map(plain, cache.layers)))
+    return map_layers(plain, cache)
 
 
 def settle_programs(cache: Cache) -> list[Program]:
