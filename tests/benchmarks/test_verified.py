@@ -64,10 +64,9 @@ def blind(model: Decoder) -> float:
     "policy",
     [
         BY_SCORES,
-        replace(BY_SCORES, selector=Fier(group=8)),
         replace(BY_SCORES, selector=MinMaxPages(page=4), budget=18),
     ],
-    ids=["scores", "fier", "pages"],
+    ids=["scores", "pages"],
 )
 def test_the_text_is_that_of_full_attention(
     model: Decoder, policy: Retrieval, want: list[list[int]], blind: float

@@ -121,10 +121,11 @@ def test_drafts_with_64_bit_types_give_the_same_tokens(model: Decoder, draft: An
 
 
 @pytest.mark.parametrize("draws", [False, True], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("size", [32, 39, 40, 41, 64])
-def test_a_draft_model_may_pad_its_vocabulary_to_another_size(size: int, draws: bool) -> None:
+@pytest.mark.parametrize("size", [39, 64])  # of fewer tokens and of more
+def test_a_draft_model_may_pad_its_vocabulary_to_another_size(
+    model: Decoder, size: int, draws: bool
+) -> None:
     """Two models of one tokenizer of 32 tokens, whose padding comes as often as other ids."""
-    model = Decoder(CONFIG, rngs=nnx.Rngs(3))
     small = Decoder(dataclasses.replace(CONFIG, vocab_size=size), rngs=nnx.Rngs(3))
     how = {"sampling": sampling(1.0), "key": jax.random.key(1)} if draws else {}
     prompt = [[min(token, 31) for token in row] for row in PROMPT]
@@ -138,10 +139,10 @@ def test_a_draft_model_may_pad_its_vocabulary_to_another_size(size: int, draws: 
     assert fast.speculation.drafted > 0
 
 
-@pytest.mark.parametrize("size", [41, 64])
-def test_a_draft_model_that_is_the_model_but_for_padding_is_always_right(size: int) -> None:
-    model = Decoder(CONFIG, rngs=nnx.Rngs(3))
-    wide = Decoder(dataclasses.replace(CONFIG, vocab_size=size), rngs=nnx.Rngs(3))
+def test_a_draft_model_that_is_the_model_but_for_padding_is_always_right(
+    model: Decoder,
+) -> None:
+    wide = Decoder(dataclasses.replace(CONFIG, vocab_size=41), rngs=nnx.Rngs(3))
 
     def padded(old: jax.Array, new: jax.Array) -> jax.Array:
         return new.at[tuple(map(slice, old.shape))].set(old)

@@ -31,12 +31,28 @@ def generate(model: Decoder, policy: Any, **settings: Any) -> kvjax.generation.G
     return kvjax.generate(model, cache, PROMPT, **settings)
 
 
+TEXT = 96  # tokens that hold each prompt with its new ones
+
+
+@jax.jit
+def whole_text(model: Decoder, tokens: np.ndarray) -> jax.Array:
+    logits, _ = model(tokens)
+    return logits
+
+
 def of_whole_text(
     model: Decoder, prompt: list[int], new: list[int], temperature: float = 1.0
 ) -> np.ndarray:
-    """By one pass of the model over the text without a cache: f32[n]."""
-    logits, _ = model(np.array([prompt + new], np.int32))
-    logits = np.asarray(logits[0, len(prompt) - 1 : -1], np.float64) / temperature
+    """By one pass of the model over the text without a cache: f32[n].
+
+    Texts of all lengths are padded to one, as later tokens change nothing, and so share a
+    program.
+    """
+    text = prompt + new
+    padded = np.zeros((1, TEXT), np.int32)
+    padded[0, : len(text)] = text
+    logits = np.asarray(whole_text(model, padded)[0, len(prompt) - 1 : len(text) - 1])
+    logits = logits.astype(np.float64) / temperature
     every = logits - np.log(np.sum(np.exp(logits), axis=1, keepdims=True))
     return every[np.arange(len(new)), new]
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from kvjax.generation import prefill
 from kvjax.generation.prefilling import check_sparse, chunks_of, steps_of
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.numerics.partial import Logits
-from kvjax.ops import chunk
+from kvjax.ops import chunk, key_blocks
 from kvjax.ops.key_blocks import sparse_prompts
 from kvjax.ops.op import say_once
 from tests.checkpoint import write_checkpoint
@@ -30,10 +31,18 @@ CONFIG = DecoderConfig(
     vocab_size=40, hidden_size=32, intermediate_size=48, layers=2, q_heads=4, kv_heads=2, head_dim=8,
     initializer_range=0.4, max_position_embeddings=8192,
 )  # fmt: skip
-LENGTHS = np.array([3000, 2500])
-PROMPT = np.random.default_rng(0).integers(40, size=(2, 3000)).astype(np.int32)
-PROMPT[1, 2500:] = 0
+LEAST = 4  # blocks that a list has; 16 outside of these tests, for which prompts are longer
+LENGTHS = np.array([1500, 1300])
+PROMPT = np.random.default_rng(0).integers(40, size=(2, 1500)).astype(np.int32)
+PROMPT[1, 1300:] = 0
 MESH = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_lists() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(key_blocks, "LEAST", LEAST)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +52,7 @@ def model() -> Decoder:
 
 def empty(model: Decoder, policy: Any = None, rows: int = 2, **how: Any) -> kvjax.Cache:
     return kvjax.init(
-        kvjax.Full() if policy is None else policy, model.spec(rows, 3200), layers=2, **how
+        kvjax.Full() if policy is None else policy, model.spec(rows, 1600), layers=2, **how
     )
 
 
@@ -65,17 +74,22 @@ def test_a_share_changes_later_layers_alone_and_a_row_as_if_it_were_alone(
     found, sparse = read(model, 0.5)
     np.testing.assert_array_equal(keys(sparse, 0), keys(dense, 0))
     same = np.abs(keys(sparse, 1) - keys(dense, 1)).max(axis=(0, 1, 3))
-    assert same[:2048].max() < 1e-4  # at most 16 blocks were stored before them
-    assert same[2048:].max() > 1e-3
+    assert same[:768].max() < 1e-4  # at most 4 blocks were stored before their chunks
+    assert same[768:].max() > 1e-3
     assert 1e-3 < np.abs(found - exact).max() < np.abs(exact).max()
     alone, _ = read(model, 0.5, slice(1, 2))
     np.testing.assert_allclose(found[1:], alone, atol=1e-4)
 
 
-ENDS = np.array([2559, 2560, 2561])  # of rows: before, at and after the end of a chunk
+@jax.jit
+def read_chunk(model: Decoder, part: np.ndarray, cache: kvjax.Cache) -> Any:
+    return model(part, cache, last_logits=True)
 
 
-@pytest.mark.parametrize("width", [2561, 2800])
+ENDS = np.array([1279, 1280, 1281])  # of rows: before, at and after the end of a chunk
+
+
+@pytest.mark.parametrize("width", [1281, 1400])
 def test_the_last_chunk_of_each_row_is_exact(model: Decoder, width: int) -> None:
     prompts = np.random.default_rng(5).integers(40, size=(3, width)).astype(np.int32)
     found, _ = prefill(model, empty(model, rows=3), prompts, ENDS, chunk=256, sparse_prompt=0.1)
@@ -85,7 +99,7 @@ def test_the_last_chunk_of_each_row_is_exact(model: Decoder, width: int) -> None
         with sparse_prompts(0.1):
             for start in range(0, last, 256):
                 part = prompts[row : row + 1, start : start + 256]
-                _, cache = model(part, cache, last_logits=True)
+                _, cache = read_chunk(model, part, cache)
         exact, _ = prefill(model, cache, prompts[row : row + 1, last:end])
         np.testing.assert_allclose(found[row : row + 1], exact, atol=1e-4)
 
@@ -114,14 +128,14 @@ def test_methods_with_an_index_read_their_history_sparsely(model: Decoder, name:
 
 def test_no_chunk_sees_later_tokens(model: Decoder) -> None:
     other = PROMPT.copy()
-    other[:, 2400:] = 7
+    other[:, 1100:] = 7
     caches = [
         prefill(model, empty(model), p, LENGTHS, sparse_prompt=0.5)[1] for p in (PROMPT, other)
     ]
     # Queries of one block choose together, so that only the block of the first change may
     # differ.
     np.testing.assert_array_equal(
-        keys(caches[0], 1)[:, :, :2304], keys(caches[1], 1)[:, :, :2304]
+        keys(caches[0], 1)[:, :, :1024], keys(caches[1], 1)[:, :, :1024]
     )
 
 
@@ -197,9 +211,9 @@ def test_layers_attend_as_the_config_of_their_model_says(model: Decoder) -> None
 def test_generate_a_checkpoint_and_the_command_line_read_the_same(
     tmp_path: Path, capsys: Any
 ) -> None:
-    directory = write_checkpoint(tmp_path / "model", max_position_embeddings=4096)
+    directory = write_checkpoint(tmp_path / "model", max_position_embeddings=2048)
     text = "".join(
-        chr(97 + int(i) % 26) for i in np.random.default_rng(1).integers(26, size=2600)
+        chr(97 + int(i) % 26) for i in np.random.default_rng(1).integers(26, size=1300)
     )
     (tmp_path / "prompt.txt").write_text(text)
     asked = [
