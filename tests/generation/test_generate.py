@@ -62,15 +62,15 @@ def rotate(x, positions):
 class Tiny(nnx.Module):
     config = Config()
 
-    def __init__(self, rngs):
+    def __init__(self, rngs, layers=LAYERS):
         self.embed = nnx.Param(jax.random.normal(rngs.params(), (VOCAB, WIDTH)))
         self.qkv = nnx.List(
             [
                 nnx.Linear(WIDTH, (N + 2 * K) * D, use_bias=False, rngs=rngs)
-                for _ in range(LAYERS)
+                for _ in range(layers)
             ]
         )
-        self.out = nnx.List([nnx.Linear(N * D, WIDTH, rngs=rngs) for _ in range(LAYERS)])
+        self.out = nnx.List([nnx.Linear(N * D, WIDTH, rngs=rngs) for _ in range(layers)])
         self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
 
     def __call__(
@@ -113,11 +113,11 @@ def model():
     return Tiny(nnx.Rngs(0))
 
 
-def new_cache(batch=1, capacity=128, policy=None):
+def new_cache(batch=1, capacity=128, policy=None, layers=LAYERS):
     spec = kvjax.CacheSpec(
         batch=batch, q_heads=N, kv_heads=K, head_dim=D, capacity=capacity, dtype=jnp.float32
     )
-    return kvjax.init(policy or kvjax.presets.full(), spec, layers=LAYERS)
+    return kvjax.init(policy or kvjax.presets.full(), spec, layers=layers)
 
 
 def words(*lengths, seed=0):

@@ -42,7 +42,6 @@ POLICIES = {
         selector=kvjax.Fier(group=8, group_reduce="per_head"),
         store=kvjax.Quantized(bits=8, key_group=8),
     ),
-    "pages": dataclasses.replace(FIER, selector=kvjax.MinMaxPages(page=8), budget=34),
     "product codes": dataclasses.replace(
         FIER, selector=ProductCodes(parts=8, bits=3, learn=16)
     ),
@@ -81,7 +80,7 @@ def test_values_of_another_size_than_keys_share_a_prefix(name):
         np.testing.assert_allclose(got, want, atol=2e-5)
 
 
-# Like another that runs: "kivi", "pages" or "fier".
+# Like another that runs: "kivi" or "fier".
 LIKE = [
     ("values rounded later", None),
     ("log-sparse", None),
