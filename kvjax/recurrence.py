@@ -67,7 +67,7 @@ def advance(
     count = row_counts(size, tokens, lengths, active)
     if lengths is not None or active is not None:
         inputs = _without_padding(inputs, count)
-    run: Callable[..., tuple[Array, RecurrentState]] = partial(_decode, policy)
+    run: Callable[..., tuple[Array, RecurrentState]] = policy.decode
     if tokens > 1 and not steps:
         run = partial(_read, policy, all_rows=lengths is None)
     if cache.placement is not None:
@@ -97,18 +97,6 @@ def _run_on_parts(
         placement, run, in_specs, (rows, state), cache.state, inputs, weights, count
     )
     return to_context(out, rows), dataclasses.replace(cache, state=new)
-
-
-def _decode(
-    policy: Recurrent, st: RecurrentState, inputs: Any, weights: Any, count: Array
-) -> tuple[Array, RecurrentState]:
-    """Adds tokens beside the state; those without room are dropped."""
-    taken = jnp.minimum(count, policy.free(st))
-    out, memory = policy.step(st.memory, inputs, weights, st.count, taken)
-    after = RecurrentState(
-        memory, st.count + taken, st.length + taken, st.overflow | (count > taken)
-    )
-    return out, after
 
 
 def _read(

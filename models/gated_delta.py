@@ -37,7 +37,7 @@ from jax.tree_util import register_dataclass
 
 from kvjax.numerics.convolution import causal_conv, take_slots
 from kvjax.ops.delta import delta_rule, delta_step, last_decay, product, split_heads
-from kvjax.policies.recurrent import Recurrent
+from kvjax.policies.recurrent import Recurrent, RecurrentState
 from kvjax.spec import keep_ints
 
 from .activations import ACTIVATIONS
@@ -127,18 +127,14 @@ class GatedDelta(Recurrent):
         )
         return out, new
 
-    def step(
-        self,
-        memory: DeltaMemory,
-        inputs: DeltaInputs,
-        weights: Array,
-        held: Array,
-        count: Array,
-    ) -> tuple[Array, DeltaMemory]:
+    def decode(
+        self, st: RecurrentState, inputs: DeltaInputs, weights: Array, count: Array
+    ) -> tuple[Array, RecurrentState]:
         """Outputs f32[B, T, H, Dv] of decode steps: reads the state, and writes only k, d and G
-        of the new tokens.
+        of the new tokens, and their number.
         """
-        out, *kept = delta_step(
+        memory = st.memory
+        out, *kept, counts = delta_step(
             memory.state,
             memory.inputs,
             memory.keys,
@@ -148,11 +144,11 @@ class GatedDelta(Recurrent):
             inputs.decay,
             inputs.rate,
             weights,
-            held + count,
+            (st.count, st.length, st.overflow),
             count,
             activation=ACTIVATIONS[self.activation],
         )
-        return out, DeltaMemory(memory.state, *kept)
+        return out, RecurrentState(DeltaMemory(memory.state, *kept), *counts)
 
     def fold(self, memory: DeltaMemory, count: Array) -> DeltaMemory:
         last = last_decay(memory.decay, count)  # [B, H]

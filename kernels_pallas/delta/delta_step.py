@@ -1,6 +1,10 @@
 """A decode step of a gated delta net in one launch: the short convolution, the rule, and the new
 token beside the state.
 
+It also counts the token, which XLA would do in three more launches a layer. All blocks of a row read
+how many tokens are beside the state, so the last of them to have read it writes the new number: each
+takes a ticket from the upper half of that word, and the last one puts back what all have taken.
+
 A block has a row, a value head and some columns of its state. Its threads ask for the state first,
 then for the newest tokens, and make the query and the key meanwhile, a channel a thread. Blocks of
 heads that share a key make it again. They read slots before the new token and write its slot, so they
@@ -35,6 +39,7 @@ ROWS = 16  # of the state that the threads of a block read at once
 NEWEST = 32  # tokens beside the state
 LARGEST = 256  # channels of a key
 LOG2E = math.log2(math.e)
+TICKET = 1 << 16  # in the word of the tokens of a row, above their number
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,11 @@ class Sizes(NamedTuple):
     @property
     def threads(self) -> int:
         return 4 * self.columns
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a row."""
+        return self.value_heads * (self.value_dim // self.columns)
 
     @property
     def quads(self) -> int:
@@ -142,17 +152,19 @@ def unsupported(state: Any, inputs: Any, keys: Any, new: Any, kernel: Any) -> st
 @simt.lowered_once("config")
 def delta_step(
     state: Array, inputs: Array, keys: Array, written: Array, decays: Array, new: Array,
-    decay: Array, rate: Array, kernel: Array, after: Array, count: Array, config: Config | None = None,
-) -> tuple[Array, ...]:  # fmt: skip
-    """(out, inputs, keys, written, decays) of `kvjax.ops.delta_step` for one token a row."""
+    decay: Array, rate: Array, kernel: Array, counts: Sequence[Array], due: Array,
+    config: Config | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """(out, inputs, keys, written, decays, counts) of `kvjax.ops.delta_step` for one token a
+    row."""
     if limit := unsupported(state, inputs, keys, new, kernel):
         raise NotImplementedError(limit)
-    numbers = (x.astype(jnp.int32) for x in (after, count))
     config = config or config_for(state.shape[3])
-    out, *changed = _step(
-        config, inputs, keys, written, decays, state, new, decay, rate, *numbers, kernel[None]
+    tokens = new, decay, rate, due.astype(jnp.int32)
+    out, *made = _step(
+        config, inputs, keys, written, decays, *counts, state, *tokens, kernel[None]
     )
-    return out[:, None], *changed
+    return out[:, None], *made[:4], tuple(made[4:])
 
 
 def _step(config: Config, *args: Array) -> tuple[Array, ...]:
@@ -167,8 +179,9 @@ def _step(config: Config, *args: Array) -> tuple[Array, ...]:
 
 
 def _launch(
-    config: Config, inputs: Array, keys: Array, written: Array, decays: Array, state: Array,
-    new: Array, decay: Array, rate: Array, after: Array, count: Array, kernels: Array,
+    config: Config, inputs: Array, keys: Array, written: Array, decays: Array, held: Array,
+    length: Array, overflow: Array, state: Array, new: Array, decay: Array, rate: Array,
+    due: Array, kernels: Array,
 ) -> tuple[Array, ...]:  # fmt: skip
     """Arrays begin with the rows; kernels [n, W, C] are of n equal shares of them."""
     sizes = sizes_of(state, inputs, keys, kernels[0], config)
@@ -177,16 +190,24 @@ def _launch(
     return simt.kernel_in_place(
         functools.partial(_program, sizes=sizes, of_kernel=B // kernels.shape[0]),
         name="kvjax_delta_step",
-        blocks=B * sizes.value_heads * (sizes.value_dim // sizes.columns),
+        blocks=B * sizes.blocks,
         warpgroups=sizes.threads // 128,
         scratch=_scratch(sizes),
-    )((out, inputs, keys, written, decays), state, new, decay, rate, after, count, kernels)
+    )(
+        (out, inputs, keys, written, decays, held, length, overflow),
+        state,
+        new,
+        decay,
+        rate,
+        due,
+        kernels,
+    )
 
 
 def _program(*refs: Any, sizes: Sizes, of_kernel: int) -> None:
-    out, inputs, keys, written, decays, *given = map(simt.global_address, refs[:12])
-    state, new, decay, rate, after, count, kernels = given
-    vectors, sums_at, weights_at, columns_at = map(simt.shared_address, refs[12:])
+    out, inputs, keys, written, decays, *given = map(simt.global_address, refs[:14])
+    held, length, overflow, state, new, decay, rate, due, kernels = given
+    vectors, sums_at, weights_at, columns_at = map(simt.shared_address, refs[14:])
     Dk, Dv, heads = sizes.key_dim, sizes.value_dim, sizes.value_heads
     t, block = simt.special("tid.x"), simt.special("ctaid.x")
     head_row = simt.divide(block, Dv // sizes.columns)  # of all rows
@@ -203,9 +224,10 @@ def _program(*refs: Any, sizes: Sizes, of_kernel: int) -> None:
     )
     tile = [_load_state(_plus(state_at, i * ROWS * 4 * Dv)) for i in range(Dk // ROWS)]
 
-    taken = simt.load(simt.offset_rows(count, row, 4))
-    slots = simt.clipped(simt.load(simt.offset_rows(after, row, 4)) - taken, NEWEST)
-    takes = taken.differs(0) & (slots < NEWEST)
+    counts = _Counts(sizes, row, held, length, overflow)
+    slots = counts.held()
+    is_due = simt.load(simt.offset_rows(due, row, 4)).differs(0)
+    takes = is_due & (slots < NEWEST)
     own_decay = simt.load(simt.offset_rows(decay, head_row, 4))
     own_rate = simt.load(simt.offset_rows(rate, head_row, 4))
     decays_at = simt.offset(simt.offset_rows(decays, row, 4 * NEWEST * heads), head * 4)
@@ -248,6 +270,7 @@ def _program(*refs: Any, sizes: Sizes, of_kernel: int) -> None:
             with when(takes & keeps):
                 convolution.keep(channel, newest)
     simt.block_barrier()
+    ticket = counts.ticket(t.equals(0))  # all threads of this block have read the number
 
     # Squares of the query and of the key, and their product.
     squares = [word(0)] * 3
@@ -326,6 +349,44 @@ def _program(*refs: Any, sizes: Sizes, of_kernel: int) -> None:
             to = simt.offset_rows(keys, row * NEWEST + slots, 4 * sizes.key_heads * Dk)
             to = simt.offset(to, (key_head * Dk + channel) * 4)
             ptx("st.global.u32 [$0], $1;", to, k)
+    with when(t.equals(0) & ticket.equals(sizes.blocks - 1)):
+        counts.add(is_due, takes)
+
+
+class _Counts:
+    """A row's numbers of tokens, which the last of its blocks changes."""
+
+    def __init__(self, sizes: Sizes, row: Word, held: Any, length: Any, overflow: Any):
+        self.blocks = sizes.blocks
+        self.held_at = simt.offset_rows(held, row, 4)
+        self.length_at = simt.offset_rows(length, row, 4)
+        self.overflow_at = simt.offset(overflow, row)
+
+    def held(self) -> Word:
+        """The tokens beside the state, whichever blocks have taken their tickets."""
+        code = "ld.relaxed.gpu.global.u32 $0, [$1];"
+        both: Word = ptx(code, self.held_at, results=1)
+        return simt.clipped(both & (TICKET - 1), NEWEST)
+
+    def ticket(self, taker: simt.Flag) -> Word:
+        """How many of the row's blocks took one before, where `taker` is true; else 0."""
+        code = (
+            "{ .reg .pred p; setp.ne.u32 p, $1, 0; mov.u32 $0, 0; "
+            "@p atom.relaxed.gpu.global.add.u32 $0, [$2], $3; }"
+        )
+        both: Word = ptx(code, taker.select(1, 0), self.held_at, TICKET, results=1)
+        return both >> 16
+
+    def add(self, is_due: simt.Flag, takes: simt.Flag) -> None:
+        """Counts a row's token, or that it was dropped, and puts the tickets back."""
+        token = takes.select(1, 0)
+        code = "red.relaxed.gpu.global.add.u32 [$0], $1;"
+        ptx(code, self.held_at, token - self.blocks * TICKET)
+        length = ptx("ld.global.u32 $0, [$1];", self.length_at, results=1)
+        ptx("st.global.u32 [$0], $1;", self.length_at, length + token)
+        dropped = ptx("ld.global.u8 $0, [$1];", self.overflow_at, results=1)
+        dropped = dropped | (is_due.select(1, 0) - token)
+        ptx("st.global.u8 [$0], $1;", self.overflow_at, dropped)
 
 
 class _Convolution:

@@ -30,7 +30,7 @@ def _delta_step_limit(a: Any) -> str | None:
     derivative="reference",
     limit=_delta_step_limit,
     mosaic=lambda a: kernels.delta_step.delta_step(
-        a.state, a.inputs, a.keys, a.written, a.decays, a.new, a.decay, a.rate, a.kernel, a.after, a.count
+        a.state, a.inputs, a.keys, a.written, a.decays, a.new, a.decay, a.rate, a.kernel, a.counts, a.due
     ),
     static_argnames=("activation",),
 )  # fmt: skip
@@ -44,12 +44,12 @@ def delta_step(
     decay: Array,
     rate: Array,
     kernel: Array,
-    after: Array,
-    count: Array,
+    counts: tuple[Array, Array, Array],
+    due: Array,
     *,
     activation: Callable[[Array], Array] = jax.nn.silu,
     implementation: Implementation | None = None,
-) -> tuple[Array, Array, Array, Array, Array]:
+) -> tuple[Array, Array, Array, Array, Array, tuple[Array, Array, Array]]:
     """Decode steps of a gated delta net, which read its state and write beside it.
 
     With S0 the state before the newest tokens, g the log decays, and G their sum since, a head
@@ -71,16 +71,19 @@ def delta_step(
       decay: f32[B, T, H] their g, <= 0.
       rate: f32[B, T, H].
       kernel: [W, C] of the convolution.
-      after: i32[B] newest tokens, those that are kept now included, in the first slots.
-      count: i32[B] of the tokens that are kept; the outputs of others have no meaning.
+      counts: of each row, i32[B] newest tokens, in the first slots; i32[B] tokens in all; and
+        bool[B] whether one was dropped.
+      due: i32[B] of the tokens, which the row takes while it has slots; the outputs of others
+        have no meaning.
       activation: of what the convolution gives.
 
     Returns:
-      Outputs f32[B, T, H, Dv], and `inputs`, `keys`, `written` and `decays` with the tokens; in
-      place if these are donated or the carry of a loop.
+      Outputs f32[B, T, H, Dv], and `inputs`, `keys`, `written`, `decays` and `counts` with the
+      tokens; in place if these are donated or the carry of a loop.
     """
     T, P, width = new.shape[1], keys.shape[1], kernel.shape[0] - 1
-    held = after - count
+    held, length, dropped = counts
+    count = jnp.minimum(due, P - held)
     joined = put_slots(inputs, new, width + held, count)
     window = take_slots(joined, held, T + width)
     mixed = causal_conv(window, kernel, like=new)
@@ -110,7 +113,8 @@ def delta_step(
     seen = _weighted(q, all_keys, total, all_decays, up_to)
     out = jnp.exp(total)[..., None] * out
     out += product("bhtp,bphe->bthe", seen, all_written)
-    return out, joined, all_keys, all_written, all_decays
+    counted = held + count, length + count, dropped | (due > count)
+    return out, joined, all_keys, all_written, all_decays, counted
 
 
 @op(

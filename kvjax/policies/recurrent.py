@@ -43,8 +43,8 @@ class RecurrentState:
 class Recurrent(Policy):
     """A layer that keeps a state of fixed size: no growth with the text and no budget.
 
-    A subclass is a frozen dataclass without arrays that defines `empty`, `read`, `step` and
-    `fold`; init, flush, room, rollback, save, restore, rows and shardings follow from them. The
+    A subclass is a frozen dataclass without arrays that defines `empty`, `read`, `fold`, and
+    `step` or, if an operation of its own counts the tokens, too, `decode`; init, flush, room, rollback, save, restore, rows and shardings follow from them. The
     memory is any pytree of arrays that begin with the rows. `kvjax.recurrence.advance` calls
     these verbs; `inputs` are what the layer computes of its T tokens, a tree of arrays [B, T,
     ...], and `weights` are its parameters.
@@ -73,6 +73,19 @@ class Recurrent(Policy):
         follow the `held` i32[B] newest ones.
         """
         raise NotImplementedError
+
+    def decode(
+        self, st: RecurrentState, inputs: Any, weights: Any, count: Array
+    ) -> tuple[Array, RecurrentState]:
+        """Outputs [B, T, ...] of decode steps, and the state with the first `count` i32[B]
+        tokens beside it; those without room are dropped.
+        """
+        taken = jnp.minimum(count, self.free(st))
+        out, memory = self.step(st.memory, inputs, weights, st.count, taken)
+        after = RecurrentState(
+            memory, st.count + taken, st.length + taken, st.overflow | (count > taken)
+        )
+        return out, after
 
     def fold(self, memory: Any, count: Array) -> Any:
         """The memory with the first `count` i32[B] of the newest tokens in the state. A row

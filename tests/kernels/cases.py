@@ -257,7 +257,8 @@ def delta_step(B=2, Hk=2, H=4, Dk=128, Dv=64, T=1, P=32, dtype=jnp.bfloat16, new
         f32(B, P, H),
     )
     tokens = sds(B, T, C, dtype=new or dtype), f32(B, T, H), f32(B, T, H)
-    return (f32(B, H, Dk, Dv), *beside, *tokens, sds(W, C, dtype=dtype), i32(B), i32(B)), {}
+    counts = i32(B), i32(B), sds(B, dtype=jnp.bool_)
+    return (f32(B, H, Dk, Dv), *beside, *tokens, sds(W, C, dtype=dtype), counts, i32(B)), {}
 
 
 def delta_rule(B=1, T=100, Hk=2, H=4, Dk=128, Dv=128, dtype=jnp.bfloat16):

@@ -191,7 +191,7 @@ class Touched:
 
     Among reads, and among atomic additions, that no barrier orders, those of the lowest thread
     and of the highest are kept: a barrier of both has all threads between them. Times of atomic
-    additions are negative.
+    additions and of relaxed reads are negative.
     """
 
     def __init__(self, size: int) -> None:
@@ -394,7 +394,9 @@ class Machine:
         )
         return at
 
-    def load_global(self, at: Any, size: int, lanes: Any, constant: bool = False) -> Any:
+    def load_global(
+        self, at: Any, size: int, lanes: Any, *, constant: bool = False, atomic: bool = False
+    ) -> Any:
         at = self._device(lanes, at, size, (READ_ONLY, WRITTEN))
         own = self.state[at] == WRITTEN
         if own.any():
@@ -404,6 +406,7 @@ class Machine:
                 self._bytes(at[own], size),
                 "device memory",
                 constant=constant,
+                atomic=atomic,
             )
         if size < 4:
             return self.memory.view(f"u{size}")[at // size][:, None].astype(U32)
@@ -471,7 +474,7 @@ class Machine:
         same: Any = False, constant: bool = False,
     ) -> None:  # fmt: skip
         """Notes that lanes [n] touch words [n, m], and raises if that is a race. Atomic
-        additions do not race with each other, nor does a store of what is there with the store
+        additions and relaxed reads do not race with each other, nor does a store of what is there with the store
         that put it there: `same`."""
         mine, unordered = (
             np.broadcast_to(lanes[:, None], words.shape),
@@ -486,7 +489,7 @@ class Machine:
                 )
         if write:
             for then, reader in memory.reads(words):
-                bad = unordered(mine, reader, then)
+                bad = unordered(mine, reader, then) & ~(atomic & (then < 0))
                 assert not bad.any(), (
                     f"thread {mine[bad][0]} overwrites what {reader[bad][0]} may still read in {where}"
                 )
@@ -501,7 +504,7 @@ class Machine:
                 assert not written.any(), (
                     f"a thread reads as constant what the kernel wrote to {where}"
                 )
-            memory.note_read(words, mine, self.time, unordered)
+            memory.note_read(words, mine, -self.time if atomic else self.time, unordered)
         self.time += 1
 
     def load_shared(self, at: Any, size: int, lanes: Any, cluster: bool = False) -> Any:
@@ -537,16 +540,14 @@ class Machine:
         """Adds in the order of threads, and returns the value that each found."""
         words = self._shared(lanes, at, 4, cluster=False)
         self._touch(self.of_shared, lanes, words, "shared memory", write=True, atomic=True)
-        words, value = words[:, 0], value[lanes]
-        order = np.argsort(words, kind="stable")
-        sums = np.cumsum(value[order].astype(np.int64))
-        start = np.r_[True, words[order][1:] != words[order][:-1]]
-        before = sums - value[order]
-        before -= before[np.maximum.accumulate(np.where(start, np.arange(start.size), 0))]
-        found = np.empty(words.size, U32)
-        found[order] = self.shared[words[order]] + before.astype(U32)
-        np.add.at(self.shared, words, value)
-        return found
+        return _add(self.shared, words[:, 0], value[lanes])
+
+    def add_global(self, at: Any, value: Any, lanes: Any) -> Any:
+        """As `add_shared`, in device memory."""
+        at = self._device(lanes, at, 4, (WRITTEN,))
+        places = self._bytes(at, 4)
+        self._touch(self.of_outs, lanes, places, "device memory", write=True, atomic=True)
+        return _add(self.memory.view(U32), at // 4, value[lanes])
 
     def copy(self, to: Any, source: Any, width: int, size: Any, lanes: Any) -> None:
         words = self._shared(lanes, to, width, cluster=False)
@@ -578,6 +579,19 @@ class Machine:
             "a collective of a warp without some of its lanes"
         )
         return np.flatnonzero(by_warp.all(1))[:, None] * 32 + np.arange(32)
+
+
+def _add(memory: Any, places: Any, values: Any) -> Any:
+    """Adds values in the order of threads, and returns what each found."""
+    order = np.argsort(places, kind="stable")
+    sums = np.cumsum(values[order].astype(np.int64))
+    start = np.r_[True, places[order][1:] != places[order][:-1]]
+    before = sums - values[order]
+    before -= before[np.maximum.accumulate(np.where(start, np.arange(start.size), 0))]
+    found = np.empty(places.size, U32)
+    found[order] = memory[places[order]] + before.astype(U32)
+    np.add.at(memory, places, values)
+    return found
 
 
 # --------------------------------------------------------------------------------------------------------- instructions
@@ -647,8 +661,9 @@ def _step(
             words = vector(operands[0])
             size = {"u8": 1, "u16": 2, "u64": 8}.get(how[-1], 4 * len(words))
             at = address(operands[1])
-            if how[0] == "global":
-                got = m.load_global(at, size, lanes, constant="nc" in how)
+            if "global" in how:
+                constant, atomic = "nc" in how, how[0] == "relaxed"
+                got = m.load_global(at, size, lanes, constant=constant, atomic=atomic)
             else:
                 got = m.load_shared(at, size, lanes, cluster="cluster" in how[0])
             if how[-1] == "u64":
@@ -707,7 +722,8 @@ def _step(
             put(operands[0], np.where(read(operands[3]), read(operands[1]), read(operands[2])))
         case "red" | "atom":
             *to, at, value = operands
-            got = m.add_shared(address(at), read(value), lanes)
+            add = m.add_global if "global" in how else m.add_shared
+            got = add(address(at), read(value), lanes)
             for x in to:
                 put(x, got, lanes)
         case "mul" | "add" | "sub" | "fma" | "div" | "max" | "min" if how[-1] == "f32":

@@ -207,6 +207,28 @@ def test_all_atomic_additions_are_remembered():
         of_shared(body)()
 
 
+@pytest.mark.parametrize("how", ["relaxed.gpu.", ""])
+def test_blocks_may_add_to_a_word_that_others_read_relaxed(how):
+    """And the last of them knows that all have read it."""
+
+    def program(out):
+        t = simt.special("ctaid.x") * 128 + simt.special("tid.x")
+        read = ptx(f"ld.{how}global.u32 $0, [$1];", words_of(out, simt.word(0)), results=1)
+        simt.block_barrier()
+        with when((t & 127).equals(0)):
+            add = "atom.relaxed.gpu.global.add.u32 $0, [$1], $2;"
+            ticket = ptx(add, words_of(out, simt.word(0)), 1 << 16, results=1) >> 16
+            store(words_of(out, (t >> 7) + 1), ticket + (read & 255))
+
+    go = simt.kernel_in_place(program, name="k", blocks=3, warpgroups=1)
+    words = jnp.full(4, 7, jnp.uint32)
+    if how:
+        assert go((words,))[0].tolist() == [7 + (3 << 16), 7, 8, 9]
+    else:
+        with raises("may still read in device memory"):
+            jax.block_until_ready(go((words,)))
+
+
 def test_two_barriers_of_some_threads_are_not_one():
     def body(t, at, *, apart):
         for n in range(2):
