@@ -33,8 +33,9 @@ CONFIGS = [Config(blocks, warpgroups) for blocks in (2, 4, 8) for warpgroups in 
 WIDE = [  # of heads of more than 128, which take more shared memory
     *(Config(blocks, 2, tile=16, copies=copies) for blocks in (4, 8) for copies in (4, 32)),
     *(Config(blocks, 1, copies=4) for blocks in (4, 8)),
-    Config(8, 1, tile=16, copies=4),
-    Config(32, 1, cluster=0, tile=16, copies=4),
+    *(Config(8, 1, tile=16, copies=copies) for copies in (4, 8, 16)),
+    Config(4, 2, tile=16, copies=8),
+    *(Config(blocks, 1, cluster=0, tile=16, copies=4) for blocks in (8, 12, 32)),
 ]
 
 

@@ -18,7 +18,8 @@ replayed CUDA graph, with the gaps between kernels.
   `fused_recurrent_gated_delta_rule`, which reads and writes the state in each.
 - "rule alone": fla-core's `fused_recurrent_gated_delta_rule`; kvjax has no step without its
   convolution.
-- "prompt": the rule over `--tokens` tokens by chunks, without the convolution.
+- "prompt": the rule over `--tokens` tokens by chunks, without the convolution. Both get queries,
+  keys and values in arrays of their own, and normalise them.
 
 The floor is to read the state once, and for the prompt to read the inputs and to write the
 outputs. Without a GPU (`--quick`) sizes are small and the clock is the host's, which only shows
@@ -152,9 +153,9 @@ def distance(got: Any, want: Any) -> float:
 # --------------------------------------------------------------------------------------- kvjax
 
 
-def normalised(sizes: GatedDelta, qkv: Array) -> list[Array]:
+def normalised(sizes: GatedDelta, parts: Sequence[Array]) -> list[Array]:
     """Queries, keys and values in float32 as the rule takes them, from those of a prompt."""
-    q, k, v = (part.astype(jnp.float32) for part in split(sizes, qkv))
+    q, k, v = (part.astype(jnp.float32) for part in parts)
     q, k = (x * lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6) for x in (q, k))
     return [q * sizes.key_dim**-0.5, k, v]
 
@@ -226,11 +227,14 @@ def by_form(
 
     # No activation before the rule: a prompt here is what the convolution gave.
     @jax.jit
-    def read(state: Array, qkv: Array, decay: Array, rate: Array) -> tuple[Array, Array]:
-        return ops.delta_rule(*normalised(sizes, qkv), decay, rate, state, dtype=qkv.dtype)
+    def read(
+        state: Array, parts: list[Array], decay: Array, rate: Array
+    ) -> tuple[Array, Array]:
+        dtype = parts[0].dtype
+        return ops.delta_rule(*normalised(sizes, parts), decay, rate, state, dtype=dtype)
 
     args = [
-        jnp.asarray(prompt.qkv, jnp.bfloat16),
+        [jnp.array(part) for part in split(sizes, jnp.asarray(prompt.qkv, jnp.bfloat16))],
         *map(jnp.asarray, (prompt.decay, prompt.rate)),
     ]
     with ops.use(implementation):
@@ -329,7 +333,8 @@ def fla_row(part: str, took: Timed, error: float) -> Row:
 
 def prompt_error(sizes: GatedDelta, prompt: Given, out: Any, state: Any) -> float:
     """How far the last token's output and the state are from those of the rule by tokens."""
-    arrays = (*normalised(sizes, jnp.asarray(prompt.qkv)), prompt.decay, prompt.rate)
+    parts = split(sizes, jnp.asarray(prompt.qkv))
+    arrays = (*normalised(sizes, parts), prompt.decay, prompt.rate)
     wanted = prompt_token_by_token(*arrays, prompt.state)
     error = max(distance(*two) for two in zip((out, state), wanted, strict=True))
     return require(error, MOST_ERROR, "the prompt")

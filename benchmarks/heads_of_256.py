@@ -2,13 +2,13 @@
 KV head, in one run.
 
     python benchmarks/heads_of_256.py [--cells 131072x1,32768x8] [--groups 4,16,8,12]
-    [--parts attend,steps,select] [--out FILE]
+    [--parts attend,steps,select] [--tune] [--out FILE]
 
 - "steps": a decode step of attention of one layer, as `decode_step.py` measures it, with 4 KV
   heads of 256 and with 8 of 128, and as many query heads for each KV head. `--methods` names the
   caches.
-- "attend": `attend_zones` alone by block sizes, for the first and the last of `--groups`. Each
-  output is compared with the reference's.
+- "attend": `attend_zones` alone by block sizes. Each output is compared with the reference's;
+  `--tune` writes block sizes that win by 3 % or more to kernels_pallas/tuned.json.
 - "select": `select_1bit` alone by block sizes, for the first of `--groups`; what it selects is
   compared with the reference's.
 
@@ -32,6 +32,7 @@ from named import names_of
 from sweep import Sweep
 
 from kvjax import CacheSpec
+from kvjax.kernels_pallas import tuned
 
 WIDTHS = {256: 4, 128: 8}  # head sizes, with KV heads that have as many bytes
 RECENT = 256  # slots of the recent block of FIER's cache
@@ -58,9 +59,10 @@ def steps(given: Any, length: int, batch: int) -> Iterator[dict[str, Any]]:
 
 def attend(given: Any, length: int, batch: int) -> Iterator[dict[str, Any]]:
     selected = given.budget - 1
-    for group in dict.fromkeys((given.groups[0], given.groups[-1])):
+    settled: list[tuned.Asked] | None = [] if given.tune else None
+    for group in given.groups:
         for head_dim, kv_heads in WIDTHS.items():
-            sweep = Sweep(None if head_dim == 256 else 1)
+            sweep = Sweep(None, settled) if head_dim == 256 else Sweep(1)
             sizes = (batch, kv_heads, group, 1, length, RECENT, 1, 0, head_dim, selected)
             found = attend_zones.measure(sweep, *sizes, "bfloat16")
             yield {"part": "attend", "method": "fier", "length": length, "batch": batch} | found
@@ -86,6 +88,9 @@ def main(args: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--parts", type=names_of(PARTS, "part"), default=list(PARTS))
     parser.add_argument("--budget", type=int, default=2048)
+    parser.add_argument(
+        "--tune", action="store_true", help="write to kernels_pallas/tuned.json"
+    )
     given = parse(parser, args)
     if given.quick:
         given.cells, given.groups, given.parts, given.budget = [[512, 1]], [12], ["steps"], 160

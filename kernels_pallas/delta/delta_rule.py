@@ -6,7 +6,8 @@ exp(total) k).
 
 1. `_chunks`, all at once, a block a head's chunk: products of keys by `mma`, T by substitution in
    f32, then W, R, and the products of queries and keys.
-2. `_states`, chunks in turn, a block a head and 64 columns of its state, which stay in registers.
+2. `_states`, chunks in turn, a block a head and 32 or 64 columns of its state, which stay in
+   registers.
 
 Operands between both are in the order in which lanes hold them, in bf16; sums are f32.
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -32,8 +34,9 @@ from kvjax.kernels_pallas.simt import Word, instr, loop, ptx, real, when, word
 MEASURED: str | None = "2026-11-30"  # the date in benchmarks/results/delta_step.json
 CHUNK = 64  # tokens
 SIZE = 128  # channels of keys and of values
-THREADS = 128
-COLUMNS = 64  # of the state, in a block
+THREADS = 128  # of a block that prepares a chunk
+HALF = SIZE // 2  # channels of the state that a warp has
+COLUMNS = 32, 64  # of the state that a block may have
 SEGMENT = 16384  # tokens of all rows whose operands are in memory at once
 LOG2E = math.log2(math.e)
 
@@ -43,12 +46,38 @@ SEEN = CHUNK * CHUNK // 2
 OF_HEAD = 2 * ROWS_OF + SEEN  # W, R and seen
 OF_KEY = 2 * ROWS_OF  # queries and keys
 STAGE = OF_KEY + ROWS_OF + SEEN + 2 * CHUNK  # words of a chunk in shared memory, W is not
+OF_PAIR = (SIZE + 2 * CHUNK) // 16 * 128  # words that two warps show each other
 PITCH = CHUNK + 4  # words between columns of the inverse
 # Operands are in units of 16 bytes a lane. The place of each in its array, in units:
 UNIT_WORDS = 4 * 32
 AT_KEYS = ROWS_OF // UNIT_WORDS  # after the queries
 AT_R = ROWS_OF // UNIT_WORDS  # after W
 AT_SEEN = 2 * ROWS_OF // UNIT_WORDS
+
+
+@dataclass(frozen=True)
+class Config:
+    columns: int = 64  # of the state, in a block
+
+    def __post_init__(self) -> None:
+        if self.columns not in COLUMNS:
+            raise ValueError(f"columns must be 32 or 64; got {self.columns}")
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of warps of a block: each has 16 columns."""
+        return self.columns // 16
+
+    @property
+    def threads(self) -> int:
+        return 64 * self.pairs
+
+
+def config_for(heads: int, target: simt.Target) -> Config:
+    """As many blocks for the heads of all rows as run at once: fewer columns a block read the
+    operands of the chunks more often."""
+    at_once = heads * (SIZE // 32) <= target.multiprocessors
+    return Config(32 if at_once else 64)
 
 
 class Sizes(NamedTuple):
@@ -64,14 +93,19 @@ class Sizes(NamedTuple):
         return self.value_heads // self.key_heads
 
 
-def smem_bytes() -> int:
-    return 4 * max(sum(_scratch_of_chunks()), 2 * STAGE)
+def smem_bytes(config: Config = Config()) -> int:
+    return 4 * max(sum(_scratch_of_chunks()), sum(_scratch_of_states(config)))
 
 
 def _scratch_of_chunks() -> tuple[int, ...]:
     """Words for keys, queries and values, the system and its inverse, and of each token its
     total decay, rate and their factors."""
     return *(ROWS_OF,) * 3, CHUNK * PITCH, 4 * CHUNK
+
+
+def _scratch_of_states(config: Config) -> tuple[int, int]:
+    """Words for two chunks, and what the warps show each other."""
+    return 2 * STAGE, config.pairs * OF_PAIR
 
 
 def unsupported(q: Any, v: Any, state: Any, dtype: Any) -> str | None:
@@ -88,12 +122,14 @@ def unsupported(q: Any, v: Any, state: Any, dtype: Any) -> str | None:
 
 
 def delta_rule(
-    q: Array, k: Array, v: Array, decay: Array, rate: Array, state: Array, dtype: Any
-) -> tuple[Array, Array]:
+    q: Array, k: Array, v: Array, decay: Array, rate: Array, state: Array, dtype: Any,
+    config: Config | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
     """(out, state) of `kvjax.ops.delta_rule`."""
     if limit := unsupported(q, v, state, dtype):
         raise NotImplementedError(limit)
     B, T = q.shape[:2]
+    config = config or config_for(B * v.shape[2], simt.target((q, k, v)))
     chunks = -(-T // CHUNK)
     at_once = max(1, min(chunks, SEGMENT // (B * CHUNK)))
     segments = -(-chunks // at_once)
@@ -105,40 +141,40 @@ def delta_rule(
     narrow = [padded(x.astype(jnp.bfloat16)) for x in (q, k, v)]
     args = [*narrow, padded(decay), padded(rate)]
     if segments == 1:
-        out, state = _segment(*args, state)
+        out, state = _segment(config, *args, state)
         return out[:, :T], state
 
     def split(x: Array) -> Array:
         return jnp.moveaxis(x.reshape(B, segments, -1, *x.shape[2:]), 1, 0)
 
     def one(state: Array, tokens: list[Array]) -> tuple[Array, Array]:
-        out, state = _segment(*tokens, state)
+        out, state = _segment(config, *tokens, state)
         return state, out
 
     state, out = lax.scan(one, state, list(map(split, args)))
     return jnp.moveaxis(out, 0, 1).reshape(B, -1, *v.shape[2:])[:, :T], state
 
 
-@simt.lowered_once()
-def _segment(*args: Array) -> tuple[Array, Array]:
+@simt.lowered_once("config")
+def _segment(config: Config, *args: Array) -> tuple[Array, Array]:
     """`delta_rule` of whole chunks, q, k and v in bf16."""
-    out, state = _run(*args)
+    out, state = _run(config, *args)
     return out, state
 
 
-def _run(*args: Array) -> tuple[Array, ...]:
+def _run(config: Config, *args: Array) -> tuple[Array, ...]:
     """`_launch`, with a grid of its own for a batched call."""
 
-    @simt.over_rows(_run)
+    @simt.over_rows(functools.partial(_run, config))
     def run(*args: Array) -> tuple[Array, ...]:
-        return _launch(*args)
+        return _launch(config, *args)
 
     made: tuple[Array, ...] = run(*args)
     return made
 
 
 def _launch(
-    q: Array, k: Array, v: Array, decay: Array, rate: Array, state: Array
+    config: Config, q: Array, k: Array, v: Array, decay: Array, rate: Array, state: Array
 ) -> tuple[Array, Array]:
     B, T, heads, _ = v.shape
     sizes = Sizes(k.shape[2], heads, T // CHUNK)
@@ -157,12 +193,12 @@ def _launch(
         scratch=_scratch_of_chunks(),
     )(q, k, v, decay, rate)
     out, state = simt.kernel(
-        functools.partial(_states, sizes=sizes),
+        functools.partial(_states, sizes=sizes, config=config),
         name="kvjax_delta_rule_states",
         out_type=(f32((B, T, heads, SIZE)), f32((B, heads, SIZE, SIZE))),
-        blocks=B * heads * (SIZE // COLUMNS),
-        warpgroups=1,
-        scratch=(2 * STAGE,),
+        blocks=B * heads * (SIZE // config.columns),
+        warpgroups=config.threads // 128,
+        scratch=_scratch_of_states(config),
     )(*operands, state)
     return out, state
 
@@ -381,147 +417,203 @@ class _Inverse:
 
 # --------------------------------------------------------------------------------- chunks in turn
 #
-# A warp has 16 columns of the state, transposed, so that sums of one product are the left operand of
-# the next: S^T R^T gives the corrections, S^T Q^T and the corrections the outputs, and the
-# corrections with K the next state. The next chunk is copied meanwhile.
+# Two warps have 16 columns of the state, transposed, half of its channels each, so that sums of one
+# product are the left operand of the next: S^T R^T gives the corrections, S^T Q^T and the
+# corrections the outputs, and the corrections with K the next state. Each of the two computes half
+# of the chunk's tokens, and then its channels of the next state; they show each other their halves
+# of the state and of the corrections in shared memory. The next chunk is copied meanwhile.
 
 
-def _states(*refs: Any, sizes: Sizes) -> None:
+def _states(*refs: Any, sizes: Sizes, config: Config) -> None:
     of_head, factors, of_key, state, out, last = map(simt.global_address, refs[:6])
-    shared = simt.shared_address(refs[6])
+    shared, room = map(simt.shared_address, refs[6:])
     t, block = simt.special("tid.x"), simt.special("ctaid.x")
     lane, warp = t & 31, t >> 5
     quad, col = lane >> 2, lane & 3
-    halves = SIZE // COLUMNS
-    head_row = simt.divide(block, halves)  # of all rows
-    tile = (block - head_row * halves) * (COLUMNS // 16) + warp  # 16 columns of the state
+    half, pair = warp & 1, warp >> 1
+    parts = SIZE // config.columns
+    head_row = simt.divide(block, parts)  # of all rows
+    tile = (block - head_row * parts) * config.pairs + pair  # 16 columns of the state
     row = simt.divide(head_row, sizes.value_heads)
     head = head_row - row * sizes.value_heads
     key_head = simt.divide(head, sizes.shared)
+    halves = _Halves(room, config, pair, half, lane)
 
     def copy(i: Word) -> None:
         """Copies the operands of chunk i that all warps need."""
         chunk = row * sizes.chunks + i
         own = chunk * sizes.value_heads + head
-        to = shared + (i & 1) * (4 * STAGE)
+        to = shared + (i & 1) * (4 * STAGE) + t * 16
         keys_at = simt.offset_rows(of_key, chunk * sizes.key_heads + key_head, 4 * OF_KEY)
         head_at = simt.offset_rows(of_head, own, 4 * OF_HEAD)
-        _copy(simt.offset(keys_at, t * 16), to + t * 16, OF_KEY)
+        _copy(simt.offset(keys_at, t * 16), to, OF_KEY, config.threads)
         _copy(
             simt.offset(head_at, t * 16 + 4 * ROWS_OF),
-            to + t * 16 + 4 * OF_KEY,
+            to + 4 * OF_KEY,
             ROWS_OF + SEEN,
+            config.threads,
         )
         with when(t < 2 * CHUNK // 4):
             at = simt.offset(simt.offset_rows(factors, own, 8 * CHUNK), t * 16)
-            _copy(at, to + t * 16 + 4 * (STAGE - 2 * CHUNK), 4 * THREADS)
+            _copy_16(at, to + 4 * (STAGE - 2 * CHUNK))
         ptx("cp.async.commit_group;")
 
-    # The state transposed: rows are columns quad and quad + 8 of the warp's 16, and columns are
-    # channels 2 col and 2 col + 1 of each eight.
+    # The state transposed: rows are columns quad and quad + 8 of the 16, and columns are channels
+    # 2 col and 2 col + 1 of each eight of this warp's half.
     channel = [tile * 16 + quad + 8 * i for i in range(2)]
+    first = half * HALF + col * 2
     place = [
-        [(col * 2 + (8 * m + e % 2)) * SIZE + channel[e // 2] for e in range(4)]
-        for m in range(SIZE // 8)
+        [(first + (8 * m + e % 2)) * SIZE + channel[e // 2] for e in range(4)]
+        for m in range(HALF // 8)
     ]
     state_at, last_at = (simt.offset_rows(x, head_row, 4 * SIZE * SIZE) for x in (state, last))
     begin = [simt.load(simt.offset(state_at, at * 4)) for four in place for at in four]
     copy(word(0))
+    halves.store_state(begin)
 
     @loop(0, sizes.chunks, 1, carry=begin)
     def end(i: Word, *held: Word) -> list[Word]:
-        sums = [list(held[4 * m : 4 * m + 4]) for m in range(SIZE // 8)]
         ptx("cp.async.wait_group 0;")
         simt.block_barrier()
         with when(i + 1 < sizes.chunks):
             copy(i + 1)
         own = (row * sizes.chunks + i) * sizes.value_heads + head
-        head_at = simt.offset(
-            simt.offset_rows(of_head, own, 4 * OF_HEAD), lane * 16 + tile * (16 * UNIT_WORDS)
-        )
-        solved = [_load_four(head_at, j) for j in range(4)]
+        unit = tile * (CHUNK // 16) + half * (CHUNK // 32)
+        head_at = simt.offset(simt.offset_rows(of_head, own, 4 * OF_HEAD), lane * 16)
+        head_at = simt.offset(head_at, unit * (4 * UNIT_WORDS))
+        solved = [_load_four(head_at, j) for j in range(CHUNK // 32)]
         stage = shared + (i & 1) * (4 * STAGE)
         operands = stage + lane * 16
-        factors_at = stage + 4 * (STAGE - 2 * CHUNK) + col * 8
+        of_tokens = operands + half * (CHUNK // 32 * 4 * UNIT_WORDS)
+        of_channels = operands + half * (HALF // 16 * 4 * UNIT_WORDS)
+        factors_at = stage + 4 * (STAGE - 2 * CHUNK) + (half * (CHUNK // 2) + col * 2) * 4
 
         def factor(n: int, of: int) -> list[Word]:
-            """The decays of tokens 8 n + 2 col and the next from the chunk's start, or to its
-            end."""
+            """The decays of tokens 8 n + 2 col and the next of this warp's, from the chunk's
+            start, or to its end."""
             found: list[Word] = simt.load_shared(factors_at + (32 * n + 4 * CHUNK * of), 2)
             return found
 
-        # The corrections W - R S of 16 columns, and the outputs q S.
-        left = [_left(sums[2 * s], sums[2 * s + 1]) for s in range(SIZE // 16)]
+        # Of this warp's tokens, the corrections W - R S of 16 columns, and q S.
+        left = halves.load_state()
+        both = _products(
+            of_tokens, [OF_KEY // UNIT_WORDS, OF_KEY // UNIT_WORDS + 1, 0, 1], 4, left
+        )
+        read, seen = both[: CHUNK // 16], both[CHUNK // 16 :]
         new = []
-        for p in range(CHUNK // 16):
-            two = _products(operands, OF_KEY // UNIT_WORDS + p, 4, left)
-            for n in range(2):
-                at = 2 * (2 * p + n)
-                words = [solved[at // 4][at % 4], solved[at // 4][at % 4 + 1]]
-                first = [x << 16 for x in words]
-                second = [x & 0xFFFF0000 for x in words]
-                wanted = first[0], second[0], first[1], second[1]
-                new.append(
-                    [instr("sub.f32", x, y) for x, y in zip(wanted, two[n], strict=True)]
-                )
-        by_new = [_left(new[2 * s], new[2 * s + 1]) for s in range(CHUNK // 16)]
-        at_seen = (OF_KEY + ROWS_OF) // UNIT_WORDS
-        for p in range(CHUNK // 16):
-            two = _products(operands, p, 4, left)
-            for n in range(2):
-                since = factor(2 * p + n, 0)
-                two[n] = [instr("mul.f32", x, since[e % 2]) for e, x in enumerate(two[n])]
-            two = _products(operands, at_seen + p, 4, by_new[: p + 1], two)
-            for n in range(2):
-                for e, x in enumerate(two[n]):
-                    token = (
-                        (row * sizes.chunks + i) * CHUNK + col * 2 + (16 * p + 8 * n + e % 2)
-                    )
-                    to = simt.offset_rows(out, token * sizes.value_heads + head, 4 * SIZE)
-                    ptx("st.global.u32 [$0], $1;", simt.offset(to, channel[e // 2] * 4), x)
+        for n, four in enumerate(read):
+            words = solved[n // 2][n % 2 * 2 : n % 2 * 2 + 2]
+            wanted = (
+                words[0] << 16,
+                words[0] & 0xFFFF0000,
+                words[1] << 16,
+                words[1] & 0xFFFF0000,
+            )
+            new.append([instr("sub.f32", x, y) for x, y in zip(wanted, four, strict=True)])
+        halves.store_corrections(0, new)
+        until = [factor(n, 1) for n in range(CHUNK // 16)]
+        halves.store_corrections(
+            1,
+            [
+                [instr("mul.f32", x, until[n][e % 2]) for e, x in enumerate(four)]
+                for n, four in enumerate(new)
+            ],
+        )
+        halves.meet()
 
-        # The state at the end of the chunk.
-        for n, four in enumerate(new):
-            until = factor(n, 1)
-            new[n] = [instr("mul.f32", x, until[e % 2]) for e, x in enumerate(four)]
-        by_new = [_left(new[2 * s], new[2 * s + 1]) for s in range(CHUNK // 16)]
+        # This warp's half of the state at the end of the chunk.
         whole = simt.load_shared(stage + 4 * (STAGE - CHUNK - 1))
-        for p in range(SIZE // 16):
-            two = [[instr("mul.f32", x, whole) for x in sums[2 * p + n]] for n in range(2)]
-            two = _products(operands, AT_KEYS + p, 8, by_new, two)
-            sums[2 * p : 2 * p + 2] = two
-        return [x for four in sums for x in four]
+        sums = [
+            [instr("mul.f32", x, whole) for x in held[4 * m : 4 * m + 4]]
+            for m in range(HALF // 8)
+        ]
+        units = [AT_KEYS + p for p in range(HALF // 16)]
+        sums = _products(of_channels, units, 8, halves.load_corrections(1), sums)
+        after = [x for four in sums for x in four]
+        halves.store_state(after)
+
+        # The outputs of this warp's tokens.
+        for n, four in enumerate(seen):
+            since = factor(n, 0)
+            seen[n] = [instr("mul.f32", x, since[e % 2]) for e, x in enumerate(four)]
+        at_seen = (OF_KEY + ROWS_OF) // UNIT_WORDS
+        units = [at_seen + p for p in range(CHUNK // 32)]
+        seen = _products(of_tokens, units, 4, halves.load_corrections(0), seen)
+        begins = (row * sizes.chunks + i) * CHUNK + half * (CHUNK // 2) + col * 2
+        for n, four in enumerate(seen):
+            for e, x in enumerate(four):
+                token = begins + (8 * n + e % 2)
+                to = simt.offset_rows(out, token * sizes.value_heads + head, 4 * SIZE)
+                ptx("st.global.u32 [$0], $1;", simt.offset(to, channel[e // 2] * 4), x)
+        return after
 
     for x, at in zip(end, (at for four in place for at in four), strict=True):
         ptx("st.global.u32 [$0], $1;", simt.offset(last_at, at * 4), x)
 
 
-def _copy(source: Any, to: Word, words: int) -> None:
+class _Halves:
+    """What the two warps of 16 columns show each other in shared memory: the state as left
+    operands of 16 channels each, then the corrections as those of 16 tokens each, of both kinds.
+    """
+
+    def __init__(self, room: Word, config: Config, pair: Word, half: Word, lane: Word):
+        self.pair = pair
+        at = room + pair * (4 * OF_PAIR) + lane * 16
+        self.state = at
+        self.own_state = at + half * (HALF // 16 * 4 * UNIT_WORDS)
+        self.corrections = at + 4 * (SIZE // 16) * UNIT_WORDS
+        self.own_corrections = self.corrections + half * (CHUNK // 32 * 4 * UNIT_WORDS)
+
+    def meet(self) -> None:
+        """A barrier of both warps."""
+        simt.barrier_of(self.pair + 1, 64)
+
+    def store_state(self, sums: Sequence[Word]) -> None:
+        for s in range(HALF // 16):
+            lower, upper = sums[8 * s : 8 * s + 4], sums[8 * s + 4 : 8 * s + 8]
+            simt.store_shared(self.own_state + 4 * UNIT_WORDS * s, *_left(lower, upper))
+
+    def load_state(self) -> list[list[Word]]:
+        return [simt.load_shared(self.state + 4 * UNIT_WORDS * s, 4) for s in range(SIZE // 16)]
+
+    def store_corrections(self, kind: int, new: Sequence[Sequence[Word]]) -> None:
+        for s in range(CHUNK // 32):
+            at = self.own_corrections + 4 * UNIT_WORDS * (kind * (CHUNK // 16) + s)
+            simt.store_shared(at, *_left(new[2 * s], new[2 * s + 1]))
+
+    def load_corrections(self, kind: int) -> list[list[Word]]:
+        first = self.corrections + 4 * UNIT_WORDS * kind * (CHUNK // 16)
+        return [simt.load_shared(first + 4 * UNIT_WORDS * s, 4) for s in range(CHUNK // 16)]
+
+
+def _copy(source: Any, to: Word, words: int, threads: int) -> None:
     """Copies adjacent words, 16 bytes a thread at once."""
-    for i in range(words // (4 * THREADS)):
-        at = simt.offset(source, word(16 * THREADS * i)) if i else source
-        ptx(
-            "cp.async.cg.shared.global [$0], [$1], 16, $2;",
-            to + 16 * THREADS * i,
-            at,
-            word(16),
-        )
+    for i in range(words // (4 * threads)):
+        at = simt.offset(source, word(16 * threads * i)) if i else source
+        _copy_16(at, to + 16 * threads * i)
+
+
+def _copy_16(source: Any, to: Word) -> None:
+    ptx("cp.async.cg.shared.global [$0], [$1], 16, $2;", to, source, word(16))
 
 
 def _products(
     operands: Word,
-    unit: int,
+    units: Sequence[int],
     step: int,
     left: Sequence[Sequence[Word]],
     sums: Sequence[Sequence[Word]] = (),
 ) -> list[list[Word]]:
-    """Two tiles of sums: the left operands times right ones in shared memory, of which those of
-    the first are in `unit`, and of each further one `step` units later."""
-    found = [list(x) for x in sums] or [[word(0)] * 4 for _ in range(2)]
+    """Two tiles of sums for each of `units`: the left operands times right ones in shared
+    memory, of which the first is in that unit, and each further one `step` units later. The
+    tiles take turns, because a sum waits for the one before."""
+    found = [list(x) for x in sums] or [[word(0)] * 4 for _ in range(2 * len(units))]
     for s, own in enumerate(left):
-        four = simt.load_shared(operands + 4 * UNIT_WORDS * (unit + step * s), 4)
-        for n in range(2):
-            found[n] = simt.mma("bf16", found[n], own, four[2 * n : 2 * n + 2])
+        for i, unit in enumerate(units):
+            four = simt.load_shared(operands + 4 * UNIT_WORDS * (unit + step * s), 4)
+            for n in range(2):
+                right = four[2 * n : 2 * n + 2]
+                found[2 * i + n] = simt.mma("bf16", found[2 * i + n], own, right)
     return found
 
 

@@ -38,17 +38,20 @@ def prompt_of(B, T, key_heads, heads, alike=False):
 
 
 @pytest.mark.parametrize(
-    ("B", "T", "key_heads", "heads", "alike"),
+    ("B", "T", "key_heads", "heads", "alike", "columns"),
     [
-        (1, 130, 1, 2, False),
-        (2, 60, 1, 1, True),
-        pytest.param(2, 1000, 16, 48, True, marks=on_gpu),
-        pytest.param(3, 20000, 2, 4, False, marks=on_gpu),
+        (1, 130, 1, 2, False, 32),
+        (2, 60, 1, 1, True, 64),
+        pytest.param(1, 1000, 16, 32, False, None, marks=on_gpu),
+        pytest.param(2, 1000, 16, 48, True, None, marks=on_gpu),
+        pytest.param(3, 20000, 2, 4, False, None, marks=on_gpu),
     ],
 )
-def test_a_prompt_is_that_of_the_reference(B, T, key_heads, heads, alike):
+def test_a_prompt_is_that_of_the_reference(B, T, key_heads, heads, alike, columns):
     args = prompt_of(B, T, key_heads, heads, alike)
-    got = jax.jit(partial(delta_rule.delta_rule, dtype=jnp.bfloat16))(*args)
+    config = None if columns is None else delta_rule.Config(columns)
+    run = partial(delta_rule.delta_rule, dtype=jnp.bfloat16, config=config)
+    got = jax.jit(run)(*args)
     want = jax.jit(partial(ops.delta_rule, implementation="xla"))(*args)
     for one, other in zip(got, want, strict=True):
         one, other = np.asarray(one), np.asarray(other)

@@ -14,6 +14,7 @@ import pytest
 from kvjax import CacheSpec, Fifo, Retrieval, Step, ops
 from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.attend import attend_quantized, attend_slots, attend_span
+from kvjax.kernels_pallas.delta import delta_rule
 from kvjax.kernels_pallas.host import host_rows
 from kvjax.kernels_pallas.score import rerank, score_1bit, score_pages
 from kvjax.kernels_pallas.select import select_1bit, select_4bit, tiling, top_k, top_k_grouped
@@ -75,6 +76,8 @@ def test_configs_refuse_what_a_cluster_or_a_product_cannot_be():
         attend_quantized.Config(blocks=0)
     with pytest.raises(ValueError, match="keys 16, 32 or 64"):
         attend_span.Config(blocks=1, keys=8)
+    with pytest.raises(ValueError, match="columns must be 32 or 64; got 128"):
+        delta_rule.Config(128)
     with pytest.raises(ValueError, match="ahead must be at least 1"):
         host_rows.Config(ahead=0)
 
