@@ -49,6 +49,7 @@ from named import names_of
 
 import kvjax
 from kvjax import ops
+from kvjax.kernels_pallas.delta import delta_rule
 from kvjax.models import GatedDelta
 from kvjax.models.gated_delta import DeltaInputs
 from kvjax.policies import RecurrentLayers
@@ -246,7 +247,27 @@ def by_form(
             *args,
             calls=min(case.calls, 5),
         )
-    yield row("prompt", library, took.us, error, parts=per_layer(took.parts, 1))
+    found = row("prompt", library, took.us, error, parts=per_layer(took.parts, 1))
+    yield found if library == PLAIN else found | {"columns": by_columns(sizes, prompt, args)}
+
+
+def by_columns(sizes: GatedDelta, prompt: Given, args: list[Any]) -> dict[int, float]:
+    """Microseconds of the kernel of the states, by the columns of the state in its blocks."""
+
+    def read(
+        columns: int, state: Array, parts: list[Array], decay: Array, rate: Array
+    ) -> tuple[Array, Array]:
+        tokens = *normalised(sizes, parts), decay, rate
+        config = delta_rule.Config(columns)
+        out, _ = delta_rule.delta_rule(*tokens, state, parts[0].dtype, config)
+        return out, state
+
+    found = {}
+    for columns in delta_rule.COLUMNS:
+        run = jax.jit(partial(read, columns))
+        took, _ = clock(run, jnp.asarray(prompt.state), *args, calls=3)
+        found[columns] = sum(us for name, us in took.parts.items() if "rule_states" in name)
+    return found
 
 
 # ------------------------------------------------------------------------------------ fla-core

@@ -494,7 +494,7 @@ def _states(*refs: Any, sizes: Sizes, config: Config) -> None:
             found: list[Word] = simt.load_shared(factors_at + (32 * n + 4 * CHUNK * of), 2)
             return found
 
-        # Of this warp's tokens, the corrections W - R S of 16 columns, and q S.
+        # The corrections W - R S and q S of this warp's tokens, in 16 columns.
         left = halves.load_state()
         both = _products(
             of_tokens, [OF_KEY // UNIT_WORDS, OF_KEY // UNIT_WORDS + 1, 0, 1], 4, left

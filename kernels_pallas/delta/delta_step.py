@@ -1,20 +1,15 @@
 """A decode step of a gated delta net in one launch: the short convolution, the rule, and the new
 token beside the state.
 
-It also counts the token, which XLA would do in three more launches a layer. All blocks of a row read
-how many tokens are beside the state, so the last of them to have read it writes the new number: each
-takes a ticket from the upper half of that word, and the last one puts back what all have taken.
-
 A block has a row, a value head and some columns of its state. Its threads ask for the state first,
-then for the newest tokens, and make the query and the key meanwhile, a channel a thread. Blocks of
-heads that share a key make it again. They read slots before the new token and write its slot, so they
-do not race.
+then for the newest tokens, and make the query and the key meanwhile. Blocks read slots before the new
+token and write its slot. Its number is written by the last block of the row to have read it: each
+takes a ticket from the upper half of that word.
 
 **Bytes:** the state once, 4 H Dk Dv a row, and the key of each newest token and what it wrote, 4
 (Hk Dk + H Dv).
 
-**Bound:** those at the rate of the memory: 1 us for 48 heads of 128 x 128, 6 for 8 rows. It takes
-4.2 and 13.2 on an H200.
+**Bound:** the rate of the memory: 1 us for 48 heads of 128 x 128, 6 for 8 rows.
 
 **Limits:** `unsupported`. Evidence: `benchmarks/NOTES.md`.
 """

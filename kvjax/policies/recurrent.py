@@ -44,10 +44,10 @@ class Recurrent(Policy):
     """A layer that keeps a state of fixed size: no growth with the text and no budget.
 
     A subclass is a frozen dataclass without arrays that defines `empty`, `read`, `fold`, and
-    `step` or, if an operation of its own counts the tokens, too, `decode`; init, flush, room, rollback, save, restore, rows and shardings follow from them. The
-    memory is any pytree of arrays that begin with the rows. `kvjax.recurrence.advance` calls
-    these verbs; `inputs` are what the layer computes of its T tokens, a tree of arrays [B, T,
-    ...], and `weights` are its parameters.
+    `step` or `decode`, which also counts the tokens; init, flush, room, rollback, save,
+    restore, rows and shardings follow from them. The memory is any pytree of arrays that begin
+    with the rows. `kvjax.recurrence.advance` calls these verbs; `inputs` are what the layer
+    computes of its T tokens, a tree of arrays [B, T, ...], and `weights` are its parameters.
     """
 
     newest: ClassVar[int] = 32
