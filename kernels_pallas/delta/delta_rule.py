@@ -552,7 +552,7 @@ def _states(*refs: Any, sizes: Sizes, config: Config) -> None:
 
 
 class _Halves:
-    """What the two warps of 16 columns show each other in shared memory: the state as left
+    """The parts that two warps of 16 columns show each other in shared memory: the state as left
     operands of 16 channels each, then the corrections as those of 16 tokens each, of both kinds.
     """
 

@@ -9,9 +9,11 @@ and a derivative that does not exist is refused with an explanation, never by an
 import dataclasses
 import types
 from collections import Counter
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import kvjax
@@ -20,6 +22,7 @@ from kvjax.cli.options import implementations
 from kvjax.kernels_pallas import simt
 from kvjax.numerics.partial import Logits
 from kvjax.ops import op
+from tests.kernels import test_delta_rule, test_delta_step
 from tests.kernels.conftest import ON_GPU
 from tests.kernels.simulate import Simulator
 from tests.laws.cases import CASES
@@ -76,3 +79,41 @@ def test_gradients_with_kernels_are_those_of_attention(kernels, case, implementa
     assert (
         kernels.ran or not steps_have_some
     )  # evictors select from a prompt by one, and attend without any
+
+
+def stepped(inputs, args, implementation):
+    """The outputs of a step of a gated delta net, by queries, keys and values before it."""
+    args = test_delta_step.poisoned_is_zero(args)
+    args[5] = inputs
+    out, *_ = ops.delta_step(*args, implementation=implementation)
+    return out
+
+
+def read(queries, args, implementation):
+    out, state = ops.delta_rule(
+        queries, *args[1:], dtype=jnp.bfloat16, implementation=implementation
+    )
+    return out[:, -1] @ state[0, 0]
+
+
+@pytest.mark.parametrize(
+    ("f", "args", "along"),
+    [
+        (stepped, partial(test_delta_step.step_of, 1, 1, 1, 64, 32, jnp.float32), 5),
+        (read, partial(test_delta_rule.prompt_of, 1, 20, 1, 1), 0),
+    ],
+    ids=["delta_step", "delta_rule"],
+)
+def test_derivatives_of_delta_nets_are_those_of_the_references(kernels, f, args, along):
+    args = list(args())
+    given = args[along]
+    tangent = jnp.ones_like(given)
+    (out, moved), (want, wanted) = (
+        jax.jvp(partial(f, args=args, implementation=how), (given,), (tangent,))
+        for how in ("mosaic", "xla")
+    )
+    assert kernels.ran
+    np.testing.assert_allclose(out, want, atol=1e-2 * np.abs(want).max())
+    np.testing.assert_allclose(moved, wanted, atol=1e-6 * np.abs(wanted).max())
+    slopes = jax.grad(lambda x: f(x, args, "mosaic").sum())(given)
+    assert float(jnp.abs(slopes).max()) > 0
