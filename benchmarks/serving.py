@@ -175,7 +175,7 @@ def run_engine(engine: kvjax.Engine, work: list[Any], n: int, minutes: float) ->
         # A step returns the tokens of the block before; but on a GPU it waits for its own,
         # whose loop asks the host whether to go on. So the clock waits for this block
         # everywhere, and counts its tokens.
-        jax.block_until_ready([block.decoded.tokens for block in engine._blocks])
+        jax.block_until_ready([block.decoded.words for block in engine._blocks])
         now, counts = time.perf_counter(), engine.stats()
         asked, before_it = sum(request.asked for request in sent), asked
         if counts.prompt_tokens == before.prompt_tokens and counts.decoding == counts.slots:

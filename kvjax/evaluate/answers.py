@@ -172,6 +172,7 @@ def _answer(
         processors=checkpoint.processors,
         measure=True,
         draft=draft,
+        block=max_new_tokens,
     )
     cache = jax.block_until_ready(made())
     begin = time.perf_counter()

@@ -31,6 +31,7 @@ from kvjax.generation.draft_contract import accept, propose
 from kvjax.generation.drafts import Draw, Round, accepted
 from kvjax.generation.prefilling import Model, kinds_of, like
 from kvjax.generation.processors import History, Rules, process
+from kvjax.generation.reports import Packed, Report
 from kvjax.generation.sampling import Draws, drawing
 from kvjax.memory import CONCURRENT, QUICK, commit_together, on_host
 from kvjax.numerics.blocks import put_last
@@ -38,6 +39,8 @@ from kvjax.policies import Info, Policy
 from kvjax.sharding.placement import call_model
 
 ROOM = 512  # tokens that a call of a loop has room for, in each row
+# backends whose conditions the host reads, so that it waits for each step of a loop
+WAITS = ("gpu",)
 AHEAD = 4  # steps that the host may be ahead of the device, where it calls one program for each layer
 # follows the last token of a row; not a token id, so that it cannot be mistaken for one
 PAD = -1
@@ -175,7 +178,7 @@ def count_attended(
 
 @partial(
     jax.jit,
-    static_argnames=("measure", "exact", "log_probabilities"),
+    static_argnames=("measure", "exact", "log_probabilities", "alone"),
     donate_argnames="cache",
     compiler_options=CONCURRENT,
 )
@@ -193,15 +196,19 @@ def decode_loop(
     measure: bool,
     exact: bool = False,
     log_probabilities: bool = False,
-) -> tuple[Loop, Array]:
-    """Emits up to `limit` <= `ROOM` tokens per row; also returns bool[2, B], the rows whose
-    logits have no best token, before the first step and after the last one. Such a row ends.
+    alone: bool = False,
+) -> tuple[Loop, Packed]:
+    """Emits up to `limit` <= `ROOM` tokens per row, and reports to the host. A row whose logits
+    have no best token ends.
 
     `draws` is None for greedy decoding, and `first` the number of tokens that earlier calls
     emitted. Each row may have its own: `limit` and `first` are i32[] or i32[B], the stop tokens
     `stop` i32[n] or i32[B, n]. `processed` has rules that change the logits, and the tokens
     before this call. With `exact`, steps attend to all tokens of the cache.
     `log_probabilities` are those of the tokens (`log_probability`), before rules and filters.
+
+    With `alone` it emits at most one token, without a loop. A loop keeps the host until its last
+    step is done; a step alone leaves it free to prepare the results while a GPU is at work.
     """
     bad = has_no_best(logits)
 
@@ -224,8 +231,32 @@ def decode_loop(
     start = _start(cache, logits, active & ~bad, len(attending(cache)) if measure else 0)
     if log_probabilities:
         start = start._replace(log_probabilities=jnp.zeros(start.tokens.shape, jnp.float32))
-    done = _between_flushes(more, start, (more, emit))
-    return done, jnp.stack([bad, has_no_best(done.logits)])
+    if alone:
+        some = more(start).astype(jnp.int32)
+        done = emit(start._replace(cache=flush(start.cache)))._replace(step=some)
+    else:
+        done = _between_flushes(more, start, (more, emit))
+    return done, Packed.of(_report(done, jnp.stack([bad, has_no_best(done.logits)])))
+
+
+def without_loop(alone: bool) -> dict[str, bool]:
+    """Settings of `decode_loop` for calls that emit one token, if `alone` says that all do: no
+    loop where it would keep the host.
+    """
+    return {"alone": True} if alone and jax.default_backend() in WAITS else {}
+
+
+def _report(done: Loop, bad: Any) -> Report:
+    return Report(
+        tokens=done.tokens,
+        count=done.step,
+        active=done.active,
+        bad=bad,
+        attended=done.attended,
+        counted=done.counted,
+        numbers=np.zeros(3, np.int32),
+        log_probabilities=done.log_probabilities,
+    )
 
 
 def _between_flushes(
@@ -399,7 +430,7 @@ def _begin_by_layer(
 
 def decode_by_layer(
     by: ByLayer, cache: Cache, logits: Array, active: Array, *given: Any, measure: bool
-) -> tuple[Loop, tuple[Array, Array]]:
+) -> tuple[Loop, Report]:
     """`decode_loop`, called with `processed`, as programs of one layer each, which compile in
     less time.
 
@@ -442,7 +473,8 @@ def decode_by_layer(
             if info is not None:
                 infos.append(info)
         s, after = _end_step(ends, s, taken, fed, x, infos if measure else [], stop)
-    return s._replace(cache=dataclasses.replace(cache, layers=tuple(layers))), (before, after)
+    done = s._replace(cache=dataclasses.replace(cache, layers=tuple(layers)))
+    return done, _report(done, (before, after))
 
 
 def programs_by_layer(
@@ -517,7 +549,7 @@ def draft_loop(
     *,
     measure: bool,
     log_probabilities: bool = False,
-) -> tuple[DraftLoop, Array]:
+) -> tuple[DraftLoop, Packed]:
     """`decode_loop` in rounds of several tokens: the next token of each row and a draft of
     those after it. A round in which no row drafts is a step of one token. `log_probabilities`
     are those of the steps that verify.
@@ -549,7 +581,17 @@ def draft_loop(
         measure=measure,
     )
     done = _between_flushes(rounds.more, start, *rounds.phases(start))
-    return done, jnp.stack([bad, has_no_best(done.logits)])
+    report = Report(
+        tokens=done.tokens,
+        count=done.emitted,
+        active=done.active,
+        bad=jnp.stack([bad, has_no_best(done.logits)]),
+        attended=done.attended,
+        counted=done.counted,
+        numbers=done.numbers,
+        log_probabilities=done.log_probabilities,
+    )
+    return done, Packed.of(report)
 
 
 class Fed(NamedTuple):

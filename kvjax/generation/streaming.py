@@ -34,6 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.typing import ArrayLike
 
 from kvjax.cache.cache import Cache, attending, raise_on_overflow
@@ -52,6 +53,7 @@ from kvjax.generation.loops import (
     decode_loop,
     draft_loop,
     programs_by_layer,
+    without_loop,
 )
 from kvjax.generation.prefilling import Model as Model
 from kvjax.generation.prefilling import (
@@ -252,7 +254,7 @@ def _keywords(measure: bool, draft: Draft | None) -> list[str]:
 
 
 def _decode_all(run: Stream, max_new_tokens: int) -> Generation:
-    found = run.advance(max_new_tokens)
+    found = run._advance_all(max_new_tokens, alone=False)
     tokens = np.full((len(found), max_new_tokens), PAD, np.int32)
     tokens[:, : found.shape[1]] = found
     raise_on_overflow(run.cache)
@@ -405,6 +407,18 @@ def interrupts_wait() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
+def _home(cache: Cache) -> Any:
+    """Where small arguments of a loop are: on all devices of the cache, committed if its arrays
+    are.
+    """
+    if cache.placement is not None:
+        return NamedSharding(cache.placement.auto.mesh, PartitionSpec())
+    leaf = next(iter(jax.tree.leaves(cache)))
+    if not isinstance(leaf, Array) or not leaf.committed:
+        return None
+    return SingleDeviceSharding(next(iter(leaf.sharding.device_set)))
+
+
 class Stream(Iterator[Any]):
     """A generation in progress, made by `stream`. Iterating advances it; its attributes can be
     read between steps.
@@ -454,6 +468,9 @@ class Stream(Iterator[Any]):
         self._model: Any = ByLayer(FlatLayers.of(model)) if short else Flat.of(model)
         self._processed = processed
         self._unread: list[Any] = []  # what a loop returned, until the host has read it
+        # arguments of the last call on the host and on the device, by name
+        self._put_before: dict[str, tuple[Any, Any]] = {}
+        self._home = _home(self.cache)
         self._draws, self._stop = draws, stop_array(()) if stop is None else stop
         self._left = max_new_tokens
         self._step = 0
@@ -463,6 +480,7 @@ class Stream(Iterator[Any]):
         # a model that drafts nothing for itself still attends to all tokens
         self._exact = drafter is not None and drafter.exact and drafter.max_tokens == 0
         self._measure, self._block, self._text = measure, min(block, max_new_tokens), text
+        self._alone = block == 1
 
     @property
     def logits(self) -> Array:
@@ -488,95 +506,105 @@ class Stream(Iterator[Any]):
 
     def _call(self, limit: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments of `decode_loop`."""
-        state = self._model, self.cache, self._logits, self._active, self._draws
+        put = (lambda _, value: value) if isinstance(self._model, ByLayer) else self._put
+        state = self._model, self.cache, self._logits, put("active", self._active), self._draws
         how = {"measure": self._measure}
         if self._exact:
             how["exact"] = True
         if self.log_probabilities is not None:
             how["log_probabilities"] = True
-        return (*state, np.int32(self._step), np.int32(limit), self._stop, self._processed), how
+        asked = np.int32(self._step), put("limit", np.int32(limit)), put("stop", self._stop)
+        return (*state, *asked, self._processed), how
 
-    def programs(self) -> list[Program]:
-        """The programs of `advance` without a draft."""
+    def _put(self, name: str, value: Any) -> Any:
+        """An argument of the loop on the devices, where it stays for further calls that have the
+        same: each copy from the host would take time before the first kernel.
+        """
+        before = self._put_before.get(name)
+        if before is None or not np.array_equal(before[0], value):
+            before = value, jax.device_put(value, self._home)
+            self._put_before[name] = before
+        return before[1]
+
+    def programs(self, *, alone: bool = False) -> list[Program]:
+        """The programs of `advance` without a draft; with `alone` of steps of one token."""
         arguments, how = self._call(1)
         if not isinstance(self._model, ByLayer):
-            return [Program(decode_loop, arguments, how)]
+            return [Program(decode_loop, arguments, how | without_loop(alone))]
         return programs_by_layer(*arguments, **how)
 
-    @on_auto_axes
     def advance(self, steps: int) -> np.ndarray:
         """Emits up to `steps` tokens per row and returns them, i32[B, n]; n is 0 when all rows
         have ended.
 
         To go on after Ctrl-C, call it inside of `interrupts_wait`.
         """
+        return self._advance_all(steps, alone=steps == 1)
+
+    @on_auto_axes
+    def _advance_all(self, steps: int, *, alone: bool) -> np.ndarray:
+        """`advance`; with `alone`, each step is a call of its own, and no loop where that pays."""
         if self._unread:
             self.cache = self._unread[0][0].cache
         check_alive("a stream", self.cache)
         blocks = [np.zeros((len(self.rows), 0), np.int32)]
         while steps > 0 and self._left > 0 and np.any(self._active):
-            blocks.append(self._advance(min(steps, self._left, ROOM)))
+            blocks.append(self._advance(min(steps, self._left, ROOM), alone))
             steps -= blocks[-1].shape[1]
         return np.concatenate(blocks, axis=1)
 
-    def _advance(self, limit: int) -> np.ndarray:
+    def _advance(self, limit: int, alone: bool) -> np.ndarray:
         """One call of a loop."""
         arguments, how = self._call(limit)
-        loop: Any = decode_by_layer if isinstance(self._model, ByLayer) else decode_loop
         drafted = self._drafter is not None and self._drafter.max_tokens > 0
-        if drafted:
+        loop: Any = decode_loop
+        if isinstance(self._model, ByLayer):
+            loop = decode_by_layer
+        elif drafted:
             drafting = self._drafter.with_state(None), self._drafter.state
             loop = draft_loop
             arguments = (*arguments[:-1], *drafting, *arguments[-1:])
+        else:
+            how |= without_loop(alone)
         if not self._unread:
             with compile_clock() as clock:
                 self._unread.append(loop(*arguments, **how))
             self.compile_seconds += clock.seconds
-        done, bad = self._unread[0]
+        done, report = self._unread[0]
         self.cache = done.cache
         self._logits = done.logits
-        count = done.emitted if drafted else done.step
-        numbers = done.numbers if drafted else np.zeros_like(self._numbers)
-        tokens, count, active, bad, attended, counted, numbers, likely = jax.tree.map(
-            on_host,
-            (
-                done.tokens,
-                count,
-                done.active,
-                bad,
-                done.attended,
-                done.counted,
-                numbers,
-                done.log_probabilities,
-            ),
-        )
-        size = int(np.max(count))
-        bad_before, bad_after = bad
+        told = report.read()
+        size = int(np.max(told.count))
+        bad_before, bad_after = told.bad
         if self._step == 0:
             check_finite(self._taking_part & bad_before, "before the first token")
         check_finite(self._taking_part & bad_after, f"by new token {self._step + size}")
 
         # After an exception all of it is done again, up to the last line, which notes it as a
         # whole.
-        tokens = tokens[:, :size]
+        tokens = told.tokens[:, :size]
         new_rows = [new[new != PAD].tolist() for new in tokens]
         for row, start, new in zip(self.rows, self._noted, new_rows, strict=True):
             row[start:] = new
         if self.log_probabilities is not None:
             for known, start, found, own in zip(
-                self.log_probabilities, self._noted, likely[:, :size], tokens, strict=True
+                self.log_probabilities,
+                self._noted,
+                told.log_probabilities[:, :size],
+                tokens,
+                strict=True,
             ):
                 known[start:] = found[own != PAD].tolist()
-        steps = float(counted)
+        steps = float(told.counted)
         after = {
             "_unread": [],
             "_noted": [len(row) for row in self.rows],
-            "_active": active,
+            "_active": told.active,
             "_step": self._step + size,
             "_left": self._left - size,
-            "_numbers": self._numbers + numbers,
+            "_numbers": self._numbers + told.numbers,
             "_counted": self._counted + steps,
-            "_attended": self._mean_attended(attended, steps),
+            "_attended": self._mean_attended(told.attended, steps),
         }
         if drafted:
             after["_drafter"] = self._drafter.with_state(done.state)
@@ -597,7 +625,7 @@ class Stream(Iterator[Any]):
 
     def __next__(self) -> Any:
         while True:
-            tokens = self.advance(self._block)
+            tokens = self._advance_all(self._block, alone=self._alone)
             if self._text is None:
                 if tokens.shape[1] == 0:
                     raise StopIteration
@@ -625,13 +653,14 @@ def warm_up(
     measure: bool = False,
     draft: Draft | None = None,
     progress: Callable[[int, int, str], None] | None = None,
+    block: int | None = None,
 ) -> None:
     """Compiles the programs that `generate` or `stream` runs for a prompt of `prompt_tokens`.
 
     Runs a chunk of each size, of which the first holds one token, and one decode step. Consumes
     `cache`, which must be empty; make another one for the run itself. `progress` is called
     before each part, with the number of parts done, the number of parts, and what is compiled
-    next.
+    next. `block` is that of the `stream`; one of single tokens has a program of its own on a GPU.
     """
     report = progress or (lambda *_: None)
     report(0, 2, "for the prompt")
@@ -662,7 +691,7 @@ def warm_up(
         drafter=drafter,
         processed=processed,
     )
-    run.advance(1)
+    run._advance_all(1, alone=block == 1)
     jax.block_until_ready(run.logits)
 
 
@@ -696,6 +725,7 @@ def compile_ahead(
     prompts: bool = True,
     steps: bool = True,
     short: bool = False,
+    block: int | None = None,
 ) -> list[Callable[[], Any]]:
     """Functions that each compile a program of `stream` for a prompt of `prompt_tokens`, to be
     called in threads.
@@ -706,6 +736,7 @@ def compile_ahead(
     `model` may hold shapes (`jax.ShapeDtypeStruct`) in place of arrays, so that programs
     compile while weights are read. `cache` is the empty one of the run, in which nothing
     changes, or `abstract_cache`. Call `stream` after all of them have returned, or it compiles again.
+    `block` is as in `warm_up`.
     """
     V = vocabulary_size(model)
     programs = prompt_programs(model, cache, prompt_tokens, chunk=chunk) if prompts else []
@@ -726,5 +757,5 @@ def compile_ahead(
             processed=processed,
             short=short,
         )
-        programs += run.programs()
+        programs += run.programs(alone=block == 1)
     return [program.compile for program in programs]

@@ -57,6 +57,7 @@ from kvjax.generation.prompt_inputs import (
     pad_prompt,
     stop_array,
 )
+from kvjax.generation.reports import Packed
 from kvjax.generation.sampling import Draws, Sampling, rows_of_draws, stack_draws
 from kvjax.generation.staging import (
     needs_staging,
@@ -81,7 +82,6 @@ from kvjax.serve.requests import (
 )
 from kvjax.serve.scheduler import LONGEST, Assign, Begin, Park, Prompt, Read, Scheduler, Work
 from kvjax.serve.slots import (
-    Decoded,
     RowKind,
     Rows,
     SharedStart,
@@ -111,7 +111,7 @@ class _Block:
     """Decode steps that the device was asked for, and whose tokens the host has not seen."""
 
     rows: list[tuple[int, Request]]  # by slot
-    decoded: Decoded
+    decoded: Packed
 
 
 @dataclasses.dataclass
@@ -852,9 +852,7 @@ class Engine:
             return False
         self._make_copies()
         decoded = self._decode(self._draws(rows), limit, rows)
-        for part in decoded:
-            if isinstance(part, Array):
-                part.copy_to_host_async()
+        decoded.words.copy_to_host_async()
         self._blocks.append(_Block(rows, decoded))
         for slot, request in rows:
             request.asked += int(limit[slot])
@@ -903,14 +901,15 @@ class Engine:
 
     def _decode(
         self, draws: Draws | None, limit: np.ndarray, rows: Sequence[tuple[int, Request]] = ()
-    ) -> Decoded:
+    ) -> Packed:
         """The tokens of a call of the loop."""
         first = np.zeros(self.slots, np.int32)
         stops = self._slots.no_stops()
         for slot, request in rows:
             first[slot] = request.asked
             stops[slot, : len(request.stop)] = request.stop
-        return self._slots.decode(self._model, draws, first, limit, stops, self._rules(rows))
+        asked = draws, first, limit, stops, self._rules(rows)
+        return self._slots.decode(self._model, *asked, alone=self.block == 1)
 
     def _rules(self, rows: Sequence[tuple[int, Request]]) -> Any:
         """The rules that change logits, and the tokens of all slots that they count; None if
@@ -941,10 +940,10 @@ class Engine:
         block = self._blocks[0]
         jax.block_until_ready(block.decoded)
         with self._change():
-            seen = jax.tree.map(on_host, block.decoded)
+            seen = block.decoded.read()
             self._blocks.popleft()
             with self._lock:
-                self._steps += int(seen.steps)
+                self._steps += int(np.max(seen.count))
                 self._drafted += seen.numbers
                 likely = seen.log_probabilities
                 for slot, request in block.rows:

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,8 @@ from kvjax.cache.cache import Cache, LayerCache, init_layer, with_states
 from kvjax.cache.editing import insert, take_rows, truncate
 from kvjax.generation import prefilling
 from kvjax.generation.drafts import Drafter, Speculation
-from kvjax.generation.loops import PAD, decode_loop, draft_loop
+from kvjax.generation.loops import PAD, decode_loop, draft_loop, without_loop
+from kvjax.generation.reports import Packed
 from kvjax.generation.sampling import Draws
 from kvjax.memory import commit_together, has_host_memory, in_host_memory, on_host
 from kvjax.policies import Recurrent
@@ -82,16 +83,6 @@ class RowKind:
         return [policy for policy, _, _ in self.layers]
 
 
-class Decoded(NamedTuple):
-    """Tokens of all slots that the device was asked for."""
-
-    tokens: Array  # i32[slots, ROOM]
-    steps: Array  # i32[]
-    bad: Array  # bool[2, slots], rows whose logits have no best token, before and after
-    numbers: Array  # i32[3] of `Speculation`: steps of rows, drafted, accepted
-    log_probabilities: Array | None  # f32[slots, ROOM] of the tokens; None: not asked for
-
-
 class Slots:
     """The cache of an engine, the logits of its rows, and which of them still draw tokens.
 
@@ -119,7 +110,7 @@ class Slots:
         self._log_probabilities = log_probabilities
 
     def speculation(self, numbers: np.ndarray) -> Speculation | None:
-        """The acceptance of drafts by the sum of `Decoded.numbers`; None without drafts."""
+        """The acceptance of drafts by the sum of `Report.numbers`; None without drafts."""
         if self._drafter is None:
             return None
         steps, drafted, accepted = numbers.tolist()
@@ -158,8 +149,10 @@ class Slots:
         limit: np.ndarray,
         stops: np.ndarray,
         rules: Any,
-    ) -> Decoded:
-        """Draws up to `limit` tokens i32[slots] in each slot."""
+        *,
+        alone: bool = False,
+    ) -> Packed:
+        """Draws up to `limit` tokens i32[slots] in each slot; with `alone` no more than one."""
         state = self.cache, self.logits, self._active
         asked = draws, first, limit, stops
         how = {"measure": False}
@@ -168,18 +161,15 @@ class Slots:
         drafter = self._drafter
         if drafter is None or drafter.idle is not None:
             exact = {} if drafter is None else {"exact": True}
-            done, bad = _run_loop(model, *state, *asked, rules, **how, **exact)
-            steps: Array = done.step
-            numbers: Any = np.zeros(3, np.int32)
+            how |= exact | without_loop(alone)
+            done, report = _run_loop(model, *state, *asked, rules, **how)
         else:
             drafting = drafter.with_state(None), drafter.state
-            done, bad = _run_drafts(model, *state, *asked, *drafting, rules, **how)
-            steps = jnp.max(done.emitted)
-            numbers = done.numbers
+            done, report = _run_drafts(model, *state, *asked, *drafting, rules, **how)
             self._drafter = drafter.with_state(done.state)
         self.cache, self.logits = done.cache, done.logits
         self._active = jax.device_put(done.active, self._active.sharding)
-        return Decoded(done.tokens, steps, bad, numbers, done.log_probabilities)
+        return cast(Packed, report)
 
     def no_stops(self) -> np.ndarray:
         return np.full((self.count, STOPS), PAD, np.int32)

@@ -27,6 +27,7 @@ from kvjax.generation import (
 )
 from kvjax.generation import prefilling as reading
 from kvjax.generation.loops import PAD, decode_loop
+from kvjax.generation.processors import Processors
 from kvjax.generation.prompt_inputs import check_fit, pad_prompt
 from kvjax.generation.sampling import sampling
 
@@ -423,6 +424,56 @@ def test_a_loop_over_a_cache_in_host_memory_compiles_once(model):
         run.advance(2)
         run.advance(2)
     assert not seen
+
+
+@pytest.mark.parametrize("policy", [FIER, FLUSHING], ids=["fier", "flushing"])
+def test_a_step_alone_is_a_step_of_the_loop(model, monkeypatch, policy):
+    """Where conditions of a loop make the host wait, streams of single tokens run none."""
+    settings = dict(
+        max_new_tokens=9, stop_tokens=(*range(9), 38), measure=True, log_probabilities=True,
+        sampling=sampling(0.8), key=jax.random.key(2), processors=Processors(repetition_penalty=1.3),
+    )  # fmt: skip
+    runs, blocks = [], []
+    for backends in ((), ("cpu",)):
+        monkeypatch.setattr("kvjax.generation.loops.WAITS", backends)
+        runs.append(stream(model, new_cache(2, policy=policy), words(30, 11), **settings))
+        blocks.append(list(runs[-1]))
+    assert [block.shape for block in blocks[0]] == [block.shape for block in blocks[1]]
+    np.testing.assert_array_equal(*[np.concatenate(block, axis=1) for block in blocks])
+    loop, alone = runs
+    assert loop.rows == alone.rows
+    assert min(map(len, loop.rows)) < 9  # one drew a stop token
+    np.testing.assert_array_equal(loop.log_probabilities[0], alone.log_probabilities[0])
+    np.testing.assert_array_equal(loop.attended, alone.attended)
+    np.testing.assert_array_equal(loop.logits, alone.logits)
+    jax.tree.map(np.testing.assert_array_equal, loop.cache, alone.cache)
+
+
+def test_warm_up_compiles_the_step_of_a_stream_of_single_tokens(model, monkeypatch):
+    monkeypatch.setattr("kvjax.generation.loops.WAITS", ("cpu",))
+    settings = dict(max_new_tokens=5, chunk=32)
+    warm_up(model, new_cache(), 40, block=1, **settings)
+    cache = new_cache()
+    with compilations() as seen:
+        list(stream(model, cache, words(40), **settings))
+    assert not seen
+
+
+def test_a_call_reads_one_array_and_puts_one(model, monkeypatch):
+    run = stream(model, new_cache(), words(20), max_new_tokens=9, measure=True)
+    run.advance(1)
+    read = []
+    monkeypatch.setattr(
+        "kvjax.generation.reports.on_host", lambda x: read.append(x) or kvjax.memory.on_host(x)
+    )
+    before = jax.tree.leaves(run._call(1))
+    run.advance(1)
+    assert len(read) == 1
+    after = jax.tree.leaves(run._call(1))
+    from_host = [
+        a for a, b in zip(before, after, strict=True) if isinstance(b, np.generic | np.ndarray)
+    ]
+    assert [np.shape(a) for a in from_host] == [()]  # the number of tokens so far
 
 
 def test_caches_are_donated(model):
