@@ -123,13 +123,22 @@ def clock(run: Any) -> dict[str, float]:
     return {"tpot_ms": round(min(blocks), 4), "call_of_one_ms": round(one, 4)}
 
 
+def shape_of_run(given: argparse.Namespace) -> tuple[Any, str, int, int]:
+    """The model's config, the dtype, tokens of a row and rows that are asked for."""
+    config = replace(throughput.SHAPES["llama-3.1-8b"], layers=given.layers, windows=())
+    length, batch = map(int, given.size.split("x"))
+    if not given.quick:
+        return config, "bfloat16", length, batch
+    small = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 64, "head_dim": 16}
+    given.budget = 320
+    return replace(config, layers=3, windows=(), **small), "float32", 600, batch
+
+
 def rows_of(
-    given: argparse.Namespace, config: Any, dtype: str, name: str
+    given: argparse.Namespace, shape: tuple[Any, str, int, int], name: str
 ) -> list[dict[str, Any]]:
     """A row for each GPU of a placement."""
-    length, batch = map(int, given.size.split("x"))
-    if given.quick:
-        length = 600
+    config, dtype, length, batch = shape
     place = devices.placement_of(name, jax.devices())
     model = throughput.random_model(config, dtype, placement=place)
     policies = devices.METHODS[given.method](given.budget)
@@ -177,15 +186,9 @@ def main(args: Sequence[str] | None = None) -> None:
         parser.error(
             f"a profile without CUDA graphs is another program; set XLA_FLAGS={IN_GRAPHS}"
         )
-    config = replace(throughput.SHAPES["llama-3.1-8b"], layers=given.layers, windows=())
-    dtype = "bfloat16"
-    if given.quick:
-        small = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 64, "head_dim": 16}
-        config = replace(config, layers=3, windows=(), **small)
-        dtype = "float32"
-        given.budget = 320
+    shape = shape_of_run(given)
     for name in given.placements:
-        rows = rows_of(given, config, dtype, name)
+        rows = rows_of(given, shape, name)
         for row in rows:
             show(row)
         save(out_of(given, "step_trace.json"), WHAT, rows, KEY)
