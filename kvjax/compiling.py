@@ -163,6 +163,11 @@ class Program(NamedTuple):
     args: tuple[Any, ...]
     static: dict[str, Any]  # static arguments, by keyword
 
+    def results(self) -> Any:
+        """Shapes of what it returns. JAX keeps the trace, which `lower` finds again."""
+        with _tracing:
+            return self.function.eval_shape(*self.args, **self.static)
+
     def lower(self) -> jax.stages.Lowered:
         return self.function.lower(*self.args, **self.static)
 

@@ -484,16 +484,15 @@ def programs_by_layer(
     model, ends = by.model, FlatLayers(by.model.whole, [])
     s, kinds = _begin_by_layer(cache, logits, active, measure)
     brief = dataclasses.replace(cache, layers=tuple(cache.layers[kind] for kind in kinds))
-    found = [Program(_begin_step, (ends, s, brief, *given), {})]
-    step: Any = partial(cast(Any, _step_layer).__wrapped__, measure=measure)
-    (s, taken, fed, _), (x, cos, sin), _ = like(
-        cache, jax.eval_shape(cast(Any, _begin_step).__wrapped__, ends, s, brief, *given)
-    )
+    begin = Program(_begin_step, (ends, s, brief, *given), {})
+    found = [begin]
+    (s, taken, fed, _), (x, cos, sin), _ = like(cache, begin.results())
     info: Any = None
     for kind in kinds_of(model, cache):
         call = model.layers[kind], x, cos, sin, cache.layers[kind], taken
-        found.append(Program(_step_layer, call, {"measure": measure}))
-        info = like(cache, jax.eval_shape(step, *call)[2]) or info
+        step = Program(_step_layer, call, {"measure": measure})
+        found.append(step)
+        info = like(cache, step.results()[2]) or info
     infos = [info] * len(attending(cache))
     found.append(
         Program(_end_step, (ends, s, taken, fed, x, infos if measure else [], given[3]), {})

@@ -406,14 +406,10 @@ def prompt_programs(
                 )
             )
             continue
-        given = like(
-            cache,
-            jax.eval_shape(
-                cast(Any, _begin).__wrapped__, model, chunk_tokens, lengths, lengths
-            ),
-        )
         stored = like(cache, jax.eval_shape(lambda cache: cache.length, cache))
-        found.append(Program(_begin, (model, chunk_tokens, stored, lengths), {}))
+        begin = Program(_begin, (model, chunk_tokens, stored, lengths), {})
+        given = like(cache, begin.results())
+        found.append(begin)
         found.append(Program(_finish, (model, given[0], lengths), {}))
         for i in kinds_of(model, cache):
             layer: Any = cast(Any, model).layers[i], *given, cache.layers[i], lengths

@@ -677,7 +677,7 @@ def warm_up(
         drafter = check_drafter(draft, draft.start(model, cache, prompt, read, max_new_tokens))
     logits, cache = warm_prefill(model, cache, prompt_tokens, chunk=chunk)
     report(1, 2, "for decode steps")
-    draws = Draws.of(sampling, jax.random.key(0), B)
+    draws = _draws_of_any_key(sampling, B)
     stop = stop_array(stop_tokens)
     processed = _start(processors, cache, logits)
     run = Stream(
@@ -693,6 +693,13 @@ def warm_up(
     )
     run._advance_all(1, alone=block == 1)
     jax.block_until_ready(run.logits)
+
+
+def _draws_of_any_key(sampling: Sampling, rows: int) -> Draws | None:
+    """Draws for programs that compile before there is a key; None if no row draws."""
+    if isinstance(sampling, Sampling) and sampling.greedy:
+        return None  # to make a key takes programs of its own
+    return Draws.of(sampling, jax.random.key(0), rows)
 
 
 def abstract_cache(empty: Callable[[], Cache]) -> Cache | None:
@@ -743,7 +750,7 @@ def compile_ahead(
     if steps and V is not None:
         rows = cache.spec.batch
         logits: Any = jax.device_put(np.zeros((rows, V), np.float32))
-        draws = Draws.of(sampling, jax.random.key(0), rows)
+        draws = _draws_of_any_key(sampling, rows)
         processed = _start(processors, cache, logits)
         stop = stop_array(stop_tokens)
         run = Stream(

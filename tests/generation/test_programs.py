@@ -39,12 +39,14 @@ def model():
 
 
 @contextmanager
-def compiled():
-    """Yields a Counter of the programs that XLA compiles, by name."""
+def compiled(event="backend_compile_duration"):
+    """Yields a Counter of the programs that XLA compiles, by name; of another `event`, of
+    those that it happens to.
+    """
     found, on = Counter(), [True]
 
     def listen(name, seconds, **about):
-        if on[0] and name == "/jax/core/compile/backend_compile_duration":
+        if on[0] and name == f"/jax/core/compile/{event}":
             found[about.get("fun_name", "?")] += 1
 
     jax.monitoring.register_event_duration_secs_listener(listen)
@@ -353,6 +355,27 @@ def test_a_short_answer_compiles_one_layer_of_each_kind_and_is_the_same(
     assert_close(short.logits, whole.logits)
     np.testing.assert_allclose(short.attended, whole.attended, rtol=1e-5)
     assert short.cache.length.tolist() == whole.cache.length.tolist()
+
+
+def test_programs_of_a_greedy_answer_are_traced_once_and_make_no_key(monkeypatch):
+    # A process that finds its programs on disk still traces them: what it traces twice, or
+    # compiles besides, each first answer waits for.
+    monkeypatch.setattr(prefilling, "DEEP", 1)
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), DEEP)
+    cache = kvjax.init(FIER, DEEP.spec(batch=1, capacity=352), layers=DEEP.config.layers)
+    kinds = len(prefilling.kinds_of(shapes, cache))
+    jax.clear_caches()
+    with compiled() as seen, compiled("jaxpr_trace_duration") as traced:
+        for compile_one in kvjax.generation.compile_ahead(
+            shapes, cache, 90, short=True, measure=True
+        ):
+            compile_one()
+    parts = ("_begin", "_begin_step", "_end_step", "_finish", "_layer", "_step_layer")
+    assert {name.partition("(")[2].rstrip(")") for name in seen} <= set(parts), seen
+    chunks = traced["_finish"]  # of several sizes
+    each = {"_begin": chunks, "_layer": chunks * kinds, "_begin_step": 1, "_end_step": 1}
+    assert {name: traced[name] for name in each} == each
+    assert traced["_step_layer"] == kinds
 
 
 def test_layers_that_follow_a_selection_decode_in_one_program(monkeypatch):
