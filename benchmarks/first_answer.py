@@ -20,14 +20,15 @@ are the only rows.
 
 The rows `lengths` are one process that answers prompts of several lengths, one after the other:
 `seconds` is that of the last length, which nothing was compiled for by name, and
-`steady_seconds` that of the same prompt once more. On a CPU it is one and a half times the
-length before, and `products_seconds` is its bound: its matrix products, those of causal
-attention among them, at the rate of one large product.
+`steady_seconds` the median of AGAIN answers to the same prompt. On a CPU it is one and a half
+times the length before, and `products_seconds` is its bound: its matrix products, those of
+causal attention among them, at the rate of one large product.
 
 With --beside DIR, a checkout of another state of kvjax, the rows are those of both, one after
 the other and back: `answer` from an empty and from a filled cache, `job` (README's command, on
-a CPU) and `lengths`. `by` is "kvjax" or "kvjax at NAME", numbers are medians of --runs
-processes, and `runs` has each of them.
+a CPU) and `lengths`, whose first process fills a cache of programs for the others. `by` is
+"kvjax" or "kvjax at NAME", numbers are medians of --runs processes, and `runs` has each of
+them. A row is written again after each process.
 
 The rows `padding` say which share of the CPU seconds of a prompt goes to the tokens that pad
 its last chunk: beside the same chunks of which the last has the size of what is left. The
@@ -46,7 +47,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -76,6 +78,7 @@ ROOT = Path(__file__).resolve().parents[1]
 JOB = ["--example", "--cache", "fier", "--budget", "256"]  # of README
 KEY_OF_A_ROW = ("shape", "platform", "work", "by", "cache", "new_tokens", "programs", "tokens")
 PADDED = "65,257,513,1862,2829"  # tokens: of those near them the most padded ones, by the chunks for a CPU
+AGAIN = 5  # answers to the prompt of the last length
 TILE = 1 << 24  # random numbers of a checkpoint, repeated
 
 TRANSFORMERS = """
@@ -134,7 +137,8 @@ def answer(n):
     return time.perf_counter() - begin
 print("x", flush=True)
 each = [answer(n) for n in lengths]
-found = {"by_length": each, "seconds": each[-1], "steady_seconds": answer(lengths[-1])}
+again = [answer(lengths[-1]) for _ in range(int(sys.argv[7]))]
+found = {"by_length": each, "seconds": each[-1], "steady_seconds": float(np.median(again)), "steady": again}
 if jax.default_backend() == "cpu":
     c, n, left = checkpoint.config, lengths[-1], jnp.ones((1024, 2048))
     product = jax.jit(lambda x: x @ jnp.ones((2048, 2048)))
@@ -313,14 +317,16 @@ def middle(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def in_turns(
     trees: dict[str, Path], runs: int, run: Callable[[Path], dict[str, Any]]
-) -> dict[str, list[dict[str, Any]]]:
-    """`runs` results of each tree by its name: one after the other, then back."""
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """`runs` results of each tree: one after the other, then back. Yields the name of the tree
+    that ran, and all of its results so far.
+    """
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in trees}
     for i in range(runs):
         order = list(trees) if i % 2 == 0 else list(reversed(trees))
         for name in order:
             found[name].append(run(trees[name]))
-    return found
+            yield name, found[name]
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -402,10 +408,15 @@ def main(args: Sequence[str] | None = None) -> None:
             KEY_OF_A_ROW,
         )
 
-    def generate(cache: str, new: int, state: str, tree: Path | None = None) -> dict[str, Any]:
-        programs = _programs(work, f"{cache.replace(':', '_')}_{new}", tree)
+    def folder(name: str, state: str, tree: Path | None) -> str:
+        """The folder of compiled programs of a command in `tree`, "cold" or "warm"."""
+        found = _programs(work, name, tree)
         if state == "cold":
-            shutil.rmtree(programs, ignore_errors=True)
+            shutil.rmtree(found, ignore_errors=True)
+        return str(found)
+
+    def generate(cache: str, new: int, state: str, tree: Path | None = None) -> dict[str, Any]:
+        programs = folder(f"{cache.replace(':', '_')}_{new}", state, tree)
         command = [
             sys.executable,
             "-m",
@@ -416,13 +427,13 @@ def main(args: Sequence[str] | None = None) -> None:
             str(prompt),
         ]
         command += ["--cache", cache, "--max-new-tokens", str(new), "--verbose"]
-        return timed(command, tree, KVJAX_COMPILATION_CACHE=str(programs))[0]
+        return timed(command, tree, KVJAX_COMPILATION_CACHE=programs)[0]
 
-    def job(tree: Path) -> dict[str, Any]:
+    def job(state: str, tree: Path) -> dict[str, Any]:
         command = [sys.executable, "-m", "kvjax", "generate", *JOB]
-        programs = _programs(work, "job", tree)
+        programs = folder("job", state, tree)
         on_cpu = {"JAX_PLATFORMS": "cpu"}
-        return timed(command, tree, KVJAX_COMPILATION_CACHE=str(programs), **on_cpu)[0]
+        return timed(command, tree, KVJAX_COMPILATION_CACHE=programs, **on_cpu)[0]
 
     def load(settings: dict[str, str]) -> dict[str, Any]:
         _, text = timed([sys.executable, "-c", LOAD, str(directory), json.dumps(settings)])
@@ -440,14 +451,19 @@ def main(args: Sequence[str] | None = None) -> None:
             "16",
             str(capacity),
             str(prompt),
+            str(AGAIN),
         ]
-        _, text = timed(command, tree, KVJAX_COMPILATION_CACHE="off")
+        kept = {}
+        if tree is not None:  # JAX's own folder, so that one of several processes compiles
+            kept["JAX_COMPILATION_CACHE_DIR"] = folder("lengths", "warm", tree)
+            kept["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+        _, text = timed(command, tree, KVJAX_COMPILATION_CACHE="off", **kept)
         return {"lengths": lengths, **json.loads(text.splitlines()[-1])}
 
     def both(what: dict[str, Any], runs: int, run: Callable[[Path], dict[str, Any]]) -> None:
         """A row of this state, and one of the state beside it."""
         trees = {f"kvjax at {given.beside_name}": given.beside.resolve(), "kvjax": ROOT}
-        for by, found in in_turns(trees, runs, run).items():
+        for by, found in in_turns(trees, runs, run):
             measure({**what, "by": by}, lambda found=found: middle(found))
 
     def beside() -> None:
@@ -461,13 +477,14 @@ def main(args: Sequence[str] | None = None) -> None:
                     "new_tokens": new,
                     "programs": state,
                 }
-                both(what, runs, lambda tree, state=state: generate(cache, new, state, tree))
+                both(what, runs, partial(generate, cache, new, state))
         if "job" in works:
             own = {"work": "job", "shape": "shipped", "platform": "cpu", "tokens": None}
-            both({**own, "programs": "cold"}, 1, job)
-            both({**own, "programs": "warm"}, given.runs, job)
+            for state, runs in (("cold", 1), ("warm", given.runs)):
+                both({**own, "programs": state}, runs, partial(job, state))
         if "lengths" in works:
-            both({"work": "lengths", "cache": cache}, 1, lambda tree: several(cache, tree))
+            what = {"work": "lengths", "cache": cache}
+            both(what, given.runs, partial(several, cache))
 
     def padding(cache: str) -> dict[str, Any]:
         _, text = timed(
