@@ -32,10 +32,10 @@ kvjax.presets.no_such_name
 kvjax.models.no_such_name
 kvjax.init_layer(64, spec)
 """
-# To read these takes two thirds of the time, and no type of kvjax is theirs.
+# To read these takes most of the time, and no type of kvjax is theirs.
 CONFIG = """
 [mypy]
-[mypy-torch.*,transformers.*]
+[mypy-torch.*,transformers.*,flax.*,orbax.*,tensorstore.*,tokenizers.*,rich.*,typer.*,matplotlib.*,pandas.*]
 follow_imports = skip
 """
 REVEALED = (
