@@ -25,7 +25,7 @@ CONFIG = DecoderConfig(
     vocab_size=61,
     hidden_size=32,
     intermediate_size=48,
-    layers=3,
+    layers=2,
     q_heads=4,
     kv_heads=2,
     head_dim=8,
@@ -140,7 +140,7 @@ def test_a_longer_answer_calls_the_same_program_again(model, monkeypatch):
     assert_close(short.logits, whole.logits)
 
 
-@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 47, 48, 49, 100, 143, 145])
+@pytest.mark.parametrize("tokens", [1, 16, 17, 48, 49, 145])
 @pytest.mark.parametrize(
     "policy",
     [kvjax.Full(), kvjax.presets.parse("fier:budget=24,dense_layers=1")],
@@ -187,7 +187,7 @@ def test_stop_tokens_of_most_requests_have_one_shape():
 
 # Of one kind, so that it can be read by layer: with caches of two kinds where one of a kind is deep.
 DEEP = Decoder(CONFIG)
-FIER = kvjax.presets.parse("fier:budget=24")
+FIER = kvjax.presets.parse("fier:budget=24,dense_layers=1")
 FREEKV = kvjax.presets.freekv(32, sink=4, local=4, page=4)
 
 

@@ -30,7 +30,7 @@ SIZES = {
     "vocab_size": 101,
     "hidden_size": 48,
     "intermediate_size": 72,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "max_position_embeddings": 96,
@@ -69,6 +69,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             **EXPERTS,
             "norm_topk_prob": False,
             "mlp_only_layers": [1],
+            "num_hidden_layers": 3,
             "layer_types": KINDS,
         },
     ),
@@ -76,7 +77,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3_5Text",
         {**QWEN, "tie_word_embeddings": True, "full_attention_interval": 2},
     ),
-    "qwen3.5-moe": ("Qwen3_5MoeText", {**QWEN, **EXPERTS, "layer_types": KINDS}),
+    "qwen3.5-moe": ("Qwen3_5MoeText", {**QWEN, **EXPERTS, "layer_types": KINDS[:2]}),
     "lfm2": (
         "Lfm2",
         {
@@ -257,6 +258,12 @@ def test_three_turns_through_one_cache_are_those_of_transformers(pair_of, family
         cache = kvjax.restore(tmp_path / str(turn), new_cache(model))
 
 
+def often_wrong(model):
+    """A model that keeps states too, of weights near those of another."""
+    rng = np.random.default_rng(3)
+    return jax.tree.map(lambda w: w + w.std() * rng.normal(size=w.shape) / 10, model)
+
+
 @families("qwen3.5")
 @pytest.mark.parametrize("draft", ["lookup", "model"])
 def test_drafts_do_not_change_the_answer(pair_of, family, draft):
@@ -264,12 +271,14 @@ def test_drafts_do_not_change_the_answer(pair_of, family, draft):
     rows = [np.tile(prompts()[0][:6], 4), np.tile(prompts()[2][:5], 3)]
     drafter: Any = PromptLookup(ngram=1, tokens=5)
     if draft == "model":
-        drafter = DraftModel(model.first_layers(2), tokens=3)
+        drafter = DraftModel(often_wrong(model), tokens=3)
     given = [row.tolist() for row in rows]
     drafted = kvjax.generate(
         model, new_cache(model, batch=2), given, max_new_tokens=NEW, draft=drafter
     )
-    assert drafted.speculation.drafted > 0
+    told = drafted.speculation
+    assert told.drafted > told.accepted
+    assert told.accepted > 0 or draft == "lookup"
     for row, ours in zip(rows, np.asarray(drafted.tokens), strict=True):
         assert ours.tolist() == torch_answer(reference, row)[0]
 
@@ -287,7 +296,7 @@ def test_checkpoint_that_also_sees_images_gives_its_language_model(tmp_path):
         if ".mlp.experts." not in name:
             inner = name.replace("model.", "model.language_model.", 1)
             tensors[name if name == "lm_head.weight" else inner] = tensor
-    for i in range(3):
+    for i in range(SIZES["num_hidden_layers"]):
         layer = f"model.layers.{i}.mlp.experts."
         gate, up, down = (
             np.stack([plain[f"{layer}{e}.{part}_proj.weight"] for e in range(experts)])

@@ -33,6 +33,7 @@ def test_requests_that_take_turns_get_the_text_of_full_attention() -> None:
             block=8,
             chunk=16,
             speculate=speculate,
+            log_probabilities=True,  # as below, so that its programs serve here
         )
         requests = []
         for prompt, draw in zip(prompts, draws, strict=True):
@@ -54,7 +55,9 @@ def test_the_acceptance_is_of_the_tokens_that_were_seen() -> None:
     """So that it waits for no block that the device was asked for."""
     model = Decoder(CONFIG, rngs=nnx.Rngs(3))
     cache = kvjax.init(POLICY, model.spec(2, 96), layers=CONFIG.layers)
-    engine = kvjax.Engine(model, cache, block=8, chunk=16, speculate=SelfDraft(tokens=3))
+    engine = kvjax.Engine(
+        model, cache, block=8, chunk=16, speculate=SelfDraft(tokens=3), log_probabilities=True
+    )
     (request,) = engine.submit([1, 2, 3], max_new_tokens=30)
     steps = []
     while not request.done:
