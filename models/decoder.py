@@ -419,15 +419,16 @@ class Decoder(nnx.Module):
     A Decoder is a pytree: pass it to jit, grad and scan as an argument. It satisfies
     `kvjax.generation.Model`.
 
-    >>> import jax.numpy as jnp, kvjax
+    >>> import jax, jax.numpy as jnp, kvjax
     >>> from kvjax.models import Decoder, DecoderConfig
     >>> config = DecoderConfig(
     ...     vocab_size=100, hidden_size=64, intermediate_size=128, layers=2, q_heads=4, kv_heads=2, head_dim=16
     ... )
     >>> model = Decoder(config)
     >>> cache = kvjax.init(kvjax.Full(), model.spec(batch=1, capacity=32), layers=config.layers)
-    >>> logits, cache = model(jnp.array([[1, 2, 3]]), cache, first_chunk=True)
-    >>> logits, cache = model(jnp.array([[4]]), cache)
+    >>> call = jax.jit(lambda model, tokens, cache: model(tokens, cache))
+    >>> logits, cache = call(model, jnp.array([[1, 2, 3]]), cache)
+    >>> logits, cache = call(model, jnp.array([[4]]), cache)
     >>> logits.shape, int(cache.length[0])
     ((1, 1, 100), 4)
     """

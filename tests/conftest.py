@@ -5,6 +5,7 @@ of [B] against [B, K], an f32 scale that widens a bf16 store), so both are error
 pyproject.toml makes warnings of kvjax errors.
 """
 
+import functools
 import gc
 import itertools
 import os
@@ -72,6 +73,17 @@ def offline() -> Iterator[None]:
     connect = socket.socket.connect
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket.socket, "connect", refuse)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def profiles_of_times_alone() -> Iterator[None]:
+    """A profile otherwise has the text of each program of the process: seconds, after some files."""
+    options = jax.profiler.ProfileOptions()
+    options.enable_hlo_proto = False
+    with pytest.MonkeyPatch.context() as patch:
+        trace = functools.partial(jax.profiler.trace, profiler_options=options)
+        patch.setattr(jax.profiler, "trace", trace)
         yield
 
 

@@ -96,8 +96,8 @@ def test_a_step_returns_what_it_returns_with_32_bit_types(text: str) -> None:
     def run() -> np.ndarray:
         policy = policy_of_the_last_layer(kvjax.presets.parse(text), spec)
         cache = kvjax.init_layer(policy, spec)
-        _, cache = kvjax.prefill(cache, *(a[:, :PROMPT] for a in (q, k, v)))
-        out, _ = kvjax.decode(cache, *(a[:, PROMPT:] for a in (q, k, v)))
+        _, cache = jax.jit(kvjax.prefill)(cache, *(a[:, :PROMPT] for a in (q, k, v)))
+        out, _ = jax.jit(kvjax.decode)(cache, *(a[:, PROMPT:] for a in (q, k, v)))
         return np.asarray(out)
 
     expected = run()

@@ -4,7 +4,6 @@ writes.
 
 import inspect
 import io
-import itertools
 import json
 import os
 import re
@@ -846,11 +845,20 @@ def test_heads_are_found_and_saved_for_the_caches_that_take_them(kvjax, checkpoi
 
 def test_codes_of_keys_with_biases_are_warned_of(kvjax, tmp_path):
     directory, tensors = (
-        write_checkpoint(tmp_path, model_type="qwen2", architectures=["Qwen2ForCausalLM"]),
-        weights(),
+        write_checkpoint(
+            tmp_path,
+            model_type="qwen2",
+            architectures=["Qwen2ForCausalLM"],
+            num_hidden_layers=1,
+        ),
+        {
+            name: tensor
+            for name, tensor in weights().items()
+            if not re.search("layers.[12]", name)
+        },
     )
-    for i, (name, size) in itertools.product(range(3), (("q", 32), ("k", 16), ("v", 16))):
-        tensors[f"model.layers.{i}.self_attn.{name}_proj.bias"] = np.zeros(size, np.float32)
+    for name, size in (("q", 32), ("k", 16), ("v", 16)):
+        tensors[f"model.layers.0.self_attn.{name}_proj.bias"] = np.zeros(size, np.float32)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     cache = ("--cache", "logquant:window=8,group=8,key_axis=token", "--max-new-tokens", 2)
     for command in (("generate", directory), ("compare", directory, "--dense-layers", 0)):

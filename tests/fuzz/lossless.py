@@ -24,7 +24,6 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax import lax
 
 import kvjax
 from kvjax import Exact, Fier, Fifo, MinMaxPages, Paris, Retrieval, SelfDraft
@@ -183,11 +182,20 @@ def near(drawn: Shape, model: Decoder, asked: Request, row: int, before: list[in
     """True if rounding decides the next token after `before`, by the logits of full attention."""
     if not asked.draw.greedy:  # noise is added, so no threshold of the logits alone decides
         return _by_noise(drawn, model, asked, row, before)
-    tokens = np.array([asked.prompt[row] + before], np.int32)
-    logits, _ = model(tokens)
-    best, other = lax.top_k(logits[0, -1], 2)[0].tolist()
+    last = logits_after(drawn, model, asked.prompt[row] + before)
+    other, best = np.sort(last)[-2:].tolist()
     plain = asked.processors == Processors()
     return best - other < NEAR if plain else False
+
+
+_whole = jax.jit(lambda model, tokens: model(tokens)[0])
+
+
+def logits_after(drawn: Shape, model: Decoder, text: list[int]) -> np.ndarray:
+    """f32[V] after a text, which is padded so that all share a program."""
+    tokens = np.zeros((1, drawn.capacity), np.int32)
+    tokens[0, : len(text)] = text
+    return np.asarray(_whole(model, tokens)[0, len(text) - 1])
 
 
 def _by_noise(
@@ -198,8 +206,9 @@ def _by_noise(
 
     if asked.processors != Processors():
         return False
-    logits, _ = model(np.array([asked.prompt[row] + before], np.int32))
-    one = np.repeat(np.asarray(logits[:, -1]), drawn.batch, axis=0)
+    one = np.repeat(
+        logits_after(drawn, model, asked.prompt[row] + before)[None], drawn.batch, axis=0
+    )
     draw = drawing(Draws.of(asked.draw, jax.random.key(asked.key), drawn.batch), drawn.batch)
     rng, first = (
         np.random.default_rng(0),

@@ -104,7 +104,8 @@ def test_a_row_ignores_the_others_and_what_is_past_its_count() -> None:
     tokens, lengths = rng.integers(0, 5, (3, 12)).astype(np.int32), np.array([12, 3, 7])
     logits = rng.normal(size=(3, V)).astype(np.float32)
     rules, history = processors.start(tokens, lengths, capacity=S, vocabulary=V)
-    whole = process(rules, history, jnp.asarray(logits), jnp.int32(1), STOP)
+    run = jax.jit(process)
+    whole = run(rules, history, jnp.asarray(logits), jnp.int32(1), STOP)
     for row in range(3):
         rules, alone = processors.start(
             tokens[row : row + 1], lengths[row : row + 1], capacity=S, vocabulary=V
@@ -112,7 +113,7 @@ def test_a_row_ignores_the_others_and_what_is_past_its_count() -> None:
         poisoned = History(
             np.where(np.arange(S) < alone.count[:, None], alone.tokens, 3), alone.count
         )
-        one = process(rules, poisoned, jnp.asarray(logits[row : row + 1]), jnp.int32(1), STOP)
+        one = run(rules, poisoned, jnp.asarray(logits[row : row + 1]), jnp.int32(1), STOP)
         np.testing.assert_array_equal(one[0], whole[row])
 
 

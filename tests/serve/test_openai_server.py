@@ -109,9 +109,9 @@ def test_answers_are_those_of_the_checkpoint(url, app, checkpoint):
     alone = checkpoint.generate("Call me", max_new_tokens=9)
     assert text.choices[0].text == alone.text
     assert text.usage.completion_tokens == len(alone.tokens)
-    assert [one.text for one in two.choices] == checkpoint.generate(
-        ["Call", "me"], max_new_tokens=5
-    ).texts
+    assert [one.text for one in two.choices] == [
+        checkpoint.generate(prompt, max_new_tokens=5).text for prompt in ("Call", "me")
+    ]
     assert [one.index for one in drawn.choices] == [0, 1, 2]
     assert models.data[0].id == "tiny"
     idle(app)
