@@ -17,9 +17,8 @@ LENGTHS = np.array([0, SINK - 2, SINK - 1, SINK, 29], np.int32)
 ZONES = {"sink": SINK, "local": 4, "demote": Fifo(leave=8)}
 BY_HEAD = Retrieval(selector=Exact(group_reduce="per_head"), budget=48, **ZONES)
 POLICIES: dict[str, Policy] = {
-    "all tokens": Compressed(store=Dense(), **ZONES),
     "by hashes": Sampled(hashing=SimHash(bits=2, tables=4, learn=8), budget=48, **ZONES),
-    # Lists of positions of different number and length.
+    # Lists of positions of different number and length; one head reads all tokens.
     "by head": PerHead(heads=(1,), selected=BY_HEAD, others=Compressed(store=Dense(), **ZONES)),
 }
 fill = jax.jit(kvjax.prefill)
