@@ -20,7 +20,15 @@ SMALL: dict[str, dict[str, Any]] = {
     "fier": {"budget": 24, "chunk": 32, "dense_layers": 0},
     "pariskv": {"budget": 24, "sink": 4, "local": 8, "chunk": 16, "dense_below": 0},
     "quest": {"budget": 32, "page": 8, "dense_layers": 0},
-    "freekv": {"budget": 48, "page": 8, "sink": 8, "local": 8, "dense_layers": 0},
+    # Every step attends with the recall of the step before.
+    "freekv": {
+        "budget": 48,
+        "page": 8,
+        "sink": 8,
+        "local": 8,
+        "dense_layers": 0,
+        "tau": -1.0,
+    },
     "logquant": {"window": 12, "group": 16},
     "kivi": {"residual": 32, "group": 16},
     "exact": {"budget": 24, "chunk": 32, "dense_layers": 0},
@@ -47,6 +55,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "razorattention": {"budget": 128},
     "duoattention": {"budget": 128},
 }
+
+LENGTHS = np.array([70, 33])  # of the prompts of two rows
 
 attend = jax.jit(kvjax.attention)
 
@@ -89,9 +99,8 @@ ALIKE = (
 def test_grown_cache_goes_on_as_one_that_was_large_from_the_start(name: str) -> None:
     policy = presets.find(name).policies(**SMALL.get(name, {})).rest
     small, large = kvjax.init_layer(policy, SPEC), kvjax.init_layer(policy, LARGER)
-    lengths = np.array([70, 33])
-    _, small = attend(small, *draw(70, 0), lengths=lengths)
-    _, large = attend(large, *draw(70, 0), lengths=lengths)
+    _, small = attend(small, *draw(70, 0), lengths=LENGTHS)
+    _, large = attend(large, *draw(70, 0), lengths=LENGTHS)
     grown = kvjax.grow(small, LARGER.capacity)
     assert jax.tree.structure(grown) == jax.tree.structure(large)
     jax.tree.map(
@@ -136,7 +145,7 @@ def test_donating_a_grown_cache_leaves_the_old_one(policy: kvjax.Policy) -> None
     """Arrays that a larger capacity leaves as they are, such as the recent block, are copied as
     well.
     """
-    _, cache = attend(kvjax.init_layer(policy, SPEC), *draw(70, 0))
+    _, cache = attend(kvjax.init_layer(policy, SPEC), *draw(70, 0), lengths=LENGTHS)
     new = draw(1, 1)
     out, _ = jax.jit(kvjax.attention, donate_argnums=0)(
         kvjax.grow(cache, LARGER.capacity), *new
@@ -156,7 +165,7 @@ RECALLING = kvjax.Retrieval(
 @pytest.mark.parametrize(
     "policy",
     [
-        presets.find("freekv").policies(**SMALL["freekv"], tau=-1.0).rest,
+        presets.find("freekv").policies(**SMALL["freekv"]).rest,
         pytest.param(kvjax.Speculative(RECALLING, tau=-1.0), marks=pytest.mark.thorough),
         pytest.param(
             kvjax.Speculative(
@@ -172,11 +181,10 @@ RECALLING = kvjax.Retrieval(
     ],
 )
 def test_a_recall_made_before_growing_has_the_same_tokens(policy: kvjax.Speculative) -> None:
-    """Every step attends with the recall of the step before."""
     step = jax.jit(kvjax.attention_info, static_argnames="window")
     caches = [kvjax.init_layer(policy, spec) for spec in (SPEC, LARGER)]
     for i, cache in enumerate(caches):
-        _, cache = attend(cache, *draw(70, 0), lengths=np.array([70, 33]))
+        _, cache = attend(cache, *draw(70, 0), lengths=LENGTHS)
         for seed in range(1, 6):
             _, cache, _ = step(cache, *draw(1, seed))
         caches[i] = cache
