@@ -468,11 +468,8 @@ def test_tokens_that_close_up_are_read_as_a_text_of_these_alone() -> None:
 
 
 CLOSING = {
-    "sliding": (Sliding(sink=2), 24, 8),
     "norm, one at least": (KeyNorm(), 24, 2),
     "norm, many": (KeyNorm(), 64, 63),
-    "difference": (KeyDiff(), 40, 16),
-    "at random": (Random(), 33, 8),
     "heavy hitter": (HeavyHitter(), 24, 8),
 }
 

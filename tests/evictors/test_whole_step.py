@@ -34,10 +34,6 @@ STEPS = 13
 SINKS = np.array([5.0, -3.0, 1.0, 4.0], np.float32)
 MODELS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "scale": {"scale": 0.9},
-    "soft cap": {"scale": 0.9, "soft_cap": 1.5},
-    "sinks": {"sinks": SINKS},
-    "window": {"window": 14},
     "all": {"sinks": SINKS, "scale": 0.7, "soft_cap": 2.0, "window": 30},
 }
 WITHOUT_SOFTMAX: dict[str, tuple[Evictor, str]] = {
@@ -223,12 +219,8 @@ POLICIES: dict[str, tuple[Any, Scores]] = {
         partial(expected, EXPECTED_LONG),
     ),
 }
-EACH = [
-    ("rkv that closes up", "plain"),
-    *(("rkv", model) for model in MODELS),
-    *(("expected", model) for model in MODELS),
-    *((name, "all") for name in POLICIES if name not in ("rkv", "expected")),
-]
+BOTH = ("rkv", "expected")  # where each part of a model decides what stays
+EACH = [*((name, "plain") for name in BOTH), *((name, "all") for name in POLICIES)]
 
 
 def run(policy: Policy, tokens: drive.Tokens, model: dict[str, Any], *, apart: bool) -> Any:
@@ -250,15 +242,18 @@ def run(policy: Policy, tokens: drive.Tokens, model: dict[str, Any], *, apart: b
 def test_remembered_queries_weigh_tokens_as_the_model_does(name: str, model: str) -> None:
     policy, scores = POLICIES[name]
     tokens, how = drive.random_tokens(SPEC, 1), MODELS[model]
+    heads = list(np.ndindex(SPEC.batch, SPEC.kv_heads))
+
+    def by_loops(how: dict[str, Any]) -> list[set[int]]:
+        return [held_by_loops(policy, scores, tokens, *head, how) for head in heads]
+
     found = run(policy, tokens, how, apart=name == "rkv, one at a time")
-    plain = 0
-    for row in range(SPEC.batch):
-        for head in range(SPEC.kv_heads):
-            held = held_by_loops(policy, scores, tokens, row, head, how)
-            assert set(found[row][head]) == held
-            plain += held == held_by_loops(policy, scores, tokens, row, head, {})
-    if model != "plain":  # without that part others would stay
-        assert plain < SPEC.batch * SPEC.kv_heads
+    held = by_loops(how)
+    assert [set(found[row][head]) for row, head in heads] == held
+    if model == "all":  # in a plain model others would stay
+        assert held != by_loops({})
+    for part in how if name in BOTH else ():  # and without that part alone
+        assert held != by_loops({other: how[other] for other in how if other != part}), part
 
 
 def test_heads_that_evict_on_their_own_have_their_own_sinks() -> None:
