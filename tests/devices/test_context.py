@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -197,40 +197,43 @@ def decode(cache: kvjax.LayerCache, q: Array, k: Array, v: Array, *, window: int
     return found, cache
 
 
+@cache
+def compiled_steps(
+    policy: kvjax.Policy, placement: Placement | None, window: int | None
+) -> Any:
+    """`decode` of `STEPS` tokens, which takes over its cache."""
+    steps = jax.jit(partial(decode, window=window), donate_argnums=0)
+    empty = kvjax.init_layer(policy, SPEC, placement)
+    return steps.lower(empty, *tokens(STEPS, 6)).compile()
+
+
+read_prompt = jax.jit(prompt, static_argnames="window")
+
+
+@cache
 def run(
     policy: kvjax.Policy,
     placement: Placement | None,
     window: int | None,
-    spec: CacheSpec = SPEC,
+    prompts: bool,
 ) -> Any:
-    """Outputs and positions, the HLO of the steps, the cache, and the program of the steps."""
-    cache, outs = kvjax.init_layer(policy, spec, placement), []
-    chunk = jax.jit(partial(prompt, window=window))
-    for seed, lengths in ((0, [24, 17]), (3, [20, 24])) if window is None else ():
-        out, cache = chunk(cache, *tokens(PROMPT, seed), jnp.array(lengths, jnp.int32))
+    """Outputs and positions of two prompts, if wanted, and steps; the HLO of the steps, the
+    cache, and the program of the steps.
+    """
+    layer, outs = kvjax.init_layer(policy, SPEC, placement), []
+    for seed, lengths in ((0, [24, 17]), (3, [20, 24])) if prompts else ():
+        given = *tokens(PROMPT, seed), jnp.array(lengths, jnp.int32)
+        out, layer = read_prompt(layer, *given, window=window)
         outs.append(out)
-    steps = (
-        jax.jit(partial(decode, window=window), donate_argnums=0)
-        .lower(cache, *tokens(STEPS, 6))
-        .compile()
-    )
-    (stepped, positions), cache = steps(cache, *tokens(STEPS, 6))
-    return [*outs, stepped], np.asarray(positions), steps.as_text(), cache, steps
+    steps = compiled_steps(policy, placement, window)
+    (stepped, positions), layer = steps(layer, *tokens(STEPS, 6))
+    return [*outs, stepped], np.asarray(positions), steps.as_text(), layer, steps
 
 
-@pytest.fixture(scope="module")
-def runs() -> Any:
-    """Each case on one device and on several, run once."""
-    found: dict[Any, Any] = {}
-
-    def of(name: str, split: bool) -> Any:
-        policy, placement, window = (CASES | MORE)[name]
-        key = policy, placement if split else None, window
-        if key not in found:
-            found[key] = run(*key)
-        return found[key]
-
-    return of
+def runs(name: str, split: bool) -> Any:
+    """A case on one device or on several, run once."""
+    policy, placement, window = (CASES | MORE)[name]
+    return run(policy, placement if split else None, window, prompts=window is None)
 
 
 def check(one: Any, split: Any) -> None:
@@ -250,7 +253,7 @@ QUICK = "paris per query head in a window"  # scores by what the window shows
         *(pytest.param(n, marks=() if n == QUICK else pytest.mark.thorough) for n in MORE),
     ],
 )
-def test_tokens_on_several_devices_are_read_as_on_one(runs: Any, name: str) -> None:
+def test_tokens_on_several_devices_are_read_as_on_one(name: str) -> None:
     (*_, alone, _), (*_, cache, _) = runs(name, False), runs(name, True)
     check(runs(name, False), runs(name, True))
     for leaf, home in zip(
@@ -295,25 +298,14 @@ def test_prompts_under_a_window_are_read_as_on_one(name: str) -> None:
     them.
     """
     policy, placement, window = (CASES | MORE)[name]
-    found = []
-    for place in (None, placement):
-        cache, outs = kvjax.init_layer(policy, SPEC, place), []
-        chunk = jax.jit(partial(prompt, window=window))
-        for seed, lengths in ((0, [24, 17]), (3, [20, 24])):
-            out, cache = chunk(cache, *tokens(PROMPT, seed), jnp.array(lengths, jnp.int32))
-            outs.append(out)
-        (stepped, positions), cache = jax.jit(partial(decode, window=window))(
-            cache, *tokens(STEPS, 6)
-        )
-        found.append(([*outs, stepped], np.asarray(positions), None, cache))
-    check(*found)
+    check(*(run(policy, place, window, prompts=True) for place in (None, placement)))
 
 
 @pytest.mark.parametrize(
     "name",
     [*CASES, *(pytest.param(n, marks=pytest.mark.thorough) for n in MORE if " over " in n)],
 )
-def test_step_exchanges_what_the_formula_says_and_copies_nothing(runs: Any, name: str) -> None:
+def test_step_exchanges_what_the_formula_says_and_copies_nothing(name: str) -> None:
     policy, placement, _ = (CASES | MORE)[name]
     (*_, alone), (*_, program, cache, split) = runs(name, False), runs(name, True)
     wanted = wanted_exchanges(policy, placement, SPEC)
@@ -327,7 +319,7 @@ def test_step_exchanges_what_the_formula_says_and_copies_nothing(runs: Any, name
     assert temporary[1] <= temporary[0] + 2 * moved
 
 
-def test_copy_of_a_split_cache_is_noticed(runs: Any) -> None:
+def test_copy_of_a_split_cache_is_noticed() -> None:
     """The operations that these tests look for are in a program that gathers or copies an
     array.
     """
@@ -340,7 +332,7 @@ def test_copy_of_a_split_cache_is_noticed(runs: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["fier", "pages per query head in a window"])
-def test_of_equal_scores_on_several_devices_the_lower_place_wins(runs: Any, name: str) -> None:
+def test_of_equal_scores_on_several_devices_the_lower_place_wins(name: str) -> None:
     """Groups of four tokens have one of three keys, so stripes of all devices tie in every
     step.
     """
@@ -441,7 +433,7 @@ def test_devices_count_their_own_among_the_first_of_all(offers: int, wanted: int
             assert int(got[row, 0, 0]) == np.sum(best // offers == device)
 
 
-def test_saves_and_larger_caches_do_not_depend_on_the_split(runs: Any, tmp_path: Path) -> None:
+def test_saves_and_larger_caches_do_not_depend_on_the_split(tmp_path: Path) -> None:
     (*_, alone, _), (*_, cache, _) = runs("fier", False), runs("fier", True)
 
     def assert_equal(found: kvjax.LayerCache, wanted: kvjax.LayerCache) -> None:
@@ -472,7 +464,7 @@ def test_several_steps_rows_and_followers_are_those_of_one_device() -> None:
     """`decode` of several tokens, `rollback`, `insert` and a layer that attends to what another
     selected.
     """
-    policies = [FIER, FIER.follower(), Full()]
+    policies = [FIER, FIER.follower()]
 
     def talk(cache: kvjax.Cache, prefix: kvjax.Cache, first: Any, steps: Any) -> Any:
         layers, outs, selection = [], [], None
@@ -487,10 +479,10 @@ def test_several_steps_rows_and_followers_are_those_of_one_device() -> None:
 
     found = []
     for placement in (None, THREE):
-        cache = kvjax.init(policies, SPEC, layers=3, placement=placement)
+        cache = kvjax.init(policies, SPEC, layers=2, placement=placement)
         alone = None if placement is None else dataclasses.replace(placement, batch=None)
         prefix = kvjax.init(
-            policies, dataclasses.replace(SPEC, batch=1), layers=3, placement=alone
+            policies, dataclasses.replace(SPEC, batch=1), layers=2, placement=alone
         )
         found.append(jax.jit(talk)(cache, prefix, tokens(60, 0), tokens(12, 1)))
     (one, before), (split, after) = found
@@ -499,7 +491,19 @@ def test_several_steps_rows_and_followers_are_those_of_one_device() -> None:
     assert after.length.tolist() == before.length.tolist() == [70, 0]
 
 
-def test_owner_off_by_one_is_noticed(runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_moves_to_other_devices_with_its_tokens() -> None:
+    """`take_rows` under rows, heads and context: each row goes on where the other was."""
+    found = []
+    for split in (False, True):
+        *_, cache, steps = runs("fier", split)
+        found.append(steps(kvjax.take_rows(cache, [1, 0]), *tokens(STEPS, 6)))
+    ((out, read), one), ((split_out, split_read), other) = found
+    np.testing.assert_allclose(split_out, out, atol=5e-6)
+    np.testing.assert_array_equal(split_read, read)
+    assert other.length.tolist() == one.length.tolist() == [109, 112]
+
+
+def test_owner_off_by_one_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The results that these tests compare change if a device takes the stripes of its
     neighbour for its own.
     """

@@ -39,19 +39,22 @@ from tests.devices.test_context import (
     FIER,
     MAGICPIG,
     MORE,
+    PROMPT,
     SPEC,
     STEPS,
     THREE,
     WINDOW,
     ZONES,
     along,
-    decode,
-    prompt,
+    compiled_steps,
+    read_prompt,
     run,
     tokens,
 )
+from tests.oracles import attention
 
 LARGE = 200  # tokens of a budget that every cache here has room in
+filled = jax.jit(kvjax.prefill)
 
 
 def by_share(placement: Placement) -> Placement:
@@ -62,11 +65,6 @@ SELECTORS: dict[str, tuple[kvjax.Selector, Placement, int | None]] = {
     "fier": (Fier(group=4), along(4), None),
     "pages": (MinMaxPages(page=4), along(2), None),
     "paris": (Paris(candidates=LARGE), along(4), None),
-    "paris by all heads": (
-        Paris(candidates=LARGE, group_reduce="mean_softmax"),
-        along(2),
-        WINDOW,
-    ),
     "product codes": (ProductCodes(parts=4, bits=3, learn=8), THREE, None),
     "exact": (Exact(group_reduce="per_head"), along(8), WINDOW),
 }
@@ -80,10 +78,9 @@ def test_budget_for_all_tokens_reads_all_of_them(name: str) -> None:
     """Whatever the selector, in ragged rows, under a window that some devices see nothing of."""
     selector, placement, window = SELECTORS[name]
     policy = Retrieval(selector=selector, budget=LARGE, **ZONES)
-    outs, positions, *_ = run(policy, by_share(placement), window)
-    wanted, read, *_ = run(Full(), None, window)
-    for out, full in zip(outs, wanted, strict=True):
-        np.testing.assert_allclose(np.asarray(out), np.asarray(full), atol=5e-6)
+    (out,), positions, *_ = run(policy, by_share(placement), window, prompts=False)
+    (wanted,), read, *_ = run(Full(), None, window, prompts=False)
+    np.testing.assert_allclose(np.asarray(out), np.asarray(wanted), atol=5e-6)
     np.testing.assert_array_equal(_as_sets(positions), _as_sets(read))
 
 
@@ -116,15 +113,16 @@ def own_shares(
     return found
 
 
-@pytest.mark.parametrize(("parts", "budget"), [(2, 24), (4, 27)])
-def test_each_device_selects_its_own_best_and_the_parts_merge(parts: int, budget: int) -> None:
-    """Against a loop over steps, rows and heads in numpy. A budget of 27 leaves 19 for four
-    devices: 5, 5, 5 and 4.
+@pytest.mark.parametrize("budget", [24, 27])
+def test_each_device_selects_its_own_best_and_the_parts_merge(budget: int) -> None:
+    """Against a loop over steps, rows and heads in numpy. A budget of 24 leaves four for each
+    of four devices, and one of 27 leaves them 5, 5, 5 and 4.
     """
+    parts = 4
     policy = Retrieval(selector=Exact(group_reduce="mean_query"), budget=budget, **ZONES)
     q, k, v = tokens(2 * STEPS, 6)
     cache = kvjax.init_layer(policy, SPEC, by_share(along(parts)))
-    step = jax.jit(partial(decode, window=None))
+    step = compiled_steps(policy, cache.placement, None)
     k_of_row = np.zeros((2, SPEC.capacity, 2, 16), np.float32)
     v_of_row = np.zeros_like(k_of_row)
     outs = []
@@ -209,25 +207,18 @@ PAGES = Retrieval(selector=MinMaxPages(page=4), budget=24, **ZONES)
 PARIS = Retrieval(selector=Paris(candidates=30), budget=24, **ZONES)
 
 
-@pytest.mark.parametrize("T", [1, 8])
-@pytest.mark.parametrize("policy", [FIER, PAGES, PARIS], ids=["fier", "pages", "paris"])
-def test_step_has_one_exchange(policy: Retrieval, T: int) -> None:
-    """The parts of attention, also for 8 tokens at a time: another branch takes them one by one
-    where a chunk leaves between them. An exact selection has three exchanges or more.
+def assert_one_exchange(program: Any, T: int) -> None:
+    """The parts of attention of `T` tokens; another branch may take them one by one, where a
+    chunk leaves between them. (An exact selection has three exchanges or more.)
     """
-
-    def step(cache: kvjax.LayerCache, q: Any, k: Any, v: Any) -> Any:
-        return kvjax.attention(cache, q, k, v) if T == 1 else kvjax.decode(cache, q, k, v)
-
-    def found(placement: Placement) -> Counter[tuple[str, int]]:
-        cache = kvjax.init_layer(policy, SPEC, placement)
-        return compiled_exchanges(jax.jit(step).lower(cache, *tokens(T, 0)).compile().as_text())
-
     numbers = 4 * SPEC.batch * SPEC.q_heads * (SPEC.head_dim + 1)
     wanted = {("all-gather", numbers): 1, ("all-gather", numbers * T): 1}
-    assert found(by_share(along(4))) == wanted
-    if T == 1:
-        assert sum(found(along(4)).values()) >= 3
+    assert compiled_exchanges(program.as_text()) == wanted
+
+
+def test_step_has_one_exchange() -> None:
+    cache = kvjax.init_layer(PARIS, SPEC, by_share(along(4)))
+    assert_one_exchange(jax.jit(kvjax.attention).lower(cache, *tokens(1, 0)).compile(), T=1)
 
 
 # --------------------------------------------------------------------------------------------- what it composes with
@@ -235,8 +226,8 @@ def test_step_has_one_exchange(policy: Retrieval, T: int) -> None:
 
 def test_cache_keeps_what_an_exact_one_keeps(tmp_path: Path) -> None:
     """So a save has no note of how its steps select: it goes on exactly on one device."""
-    _, _, _, share, _ = run(FIER, by_share(THREE), None)
-    _, _, _, alone, _ = run(FIER, None, None)
+    _, _, _, share, _ = run(FIER, by_share(THREE), None, prompts=True)
+    _, _, _, alone, _ = run(FIER, None, None, prompts=True)
     kvjax.save(tmp_path / "share", share)
     restored = kvjax.restore(tmp_path / "share", kvjax.init_layer(FIER, SPEC))
     again = kvjax.restore(tmp_path / "share", kvjax.init_layer(FIER, SPEC, by_share(along(2))))
@@ -252,8 +243,8 @@ def test_cache_keeps_what_an_exact_one_keeps(tmp_path: Path) -> None:
 
 def test_rows_and_heads_beside_tokens_read_the_same() -> None:
     """On two devices of context, whatever else is split."""
-    outs, positions, *_ = run(PARIS, by_share(THREE), None)
-    wanted, read, *_ = run(PARIS, by_share(along(2)), None)
+    outs, positions, *_ = run(FIER, by_share(THREE), None, prompts=True)
+    wanted, read, *_ = run(FIER, by_share(along(2)), None, prompts=True)
     for out, other in zip(outs, wanted, strict=True):
         np.testing.assert_allclose(np.asarray(out), np.asarray(other), atol=5e-6)
     np.testing.assert_array_equal(positions, read)
@@ -276,45 +267,44 @@ SEVERAL = {
     ],
 )
 def test_several_tokens_at_a_time_read_what_single_steps_read(policy: Retrieval) -> None:
-    """And after a `rollback` of some of them."""
-    q, k, v = tokens(12, 1)
-    cache = kvjax.init_layer(policy, SPEC, by_share(along(4)))
-    _, cache = jax.jit(kvjax.prefill)(cache, *tokens(60, 0))
-
-    @jax.jit
-    def together(cache: kvjax.LayerCache) -> Any:
-        _, cache, first = kvjax.decode_info(cache, q[:, :8], k[:, :8], v[:, :8])
-        cache = kvjax.rollback(cache, cache.length - 3)
-        out, cache, _ = kvjax.decode_info(cache, q[:, 5:], k[:, 5:], v[:, 5:])
-        return out, first.positions, cache.length
+    """By one exchange, and after a `rollback` of some of them."""
+    q, k, v = tokens(13, 1)
+    _, cache = filled(kvjax.init_layer(policy, SPEC, by_share(along(4))), *tokens(60, 0))
+    first, second = ([a[:, part] for a in (q, k, v)] for part in (slice(8), slice(5, 13)))
+    together = jax.jit(kvjax.decode).lower(cache, *first).compile()
+    assert_one_exchange(together, T=8)
+    out, after = together(cache, *first)
+    after = jax.jit(kvjax.rollback)(after, after.length - 3)
+    again, after = together(after, *second)
 
     @jax.jit
     def one_by_one(cache: kvjax.LayerCache) -> Any:
         def step(cache: kvjax.LayerCache, t: Any) -> Any:
             one = (jax.lax.dynamic_slice_in_dim(a, t, 1, axis=1) for a in (q, k, v))
-            out, cache, info = kvjax.attention_info(cache, *one)
-            return cache, (out[:, 0], info.positions)
+            out, cache = kvjax.attention(cache, *one)
+            return cache, out[:, 0]
 
-        cache, (outs, reads) = jax.lax.scan(step, cache, jnp.arange(12))
-        return jnp.moveaxis(outs[5:], 0, 1), reads[:8], cache.length
+        cache, outs = jax.lax.scan(step, cache, jnp.arange(13))
+        return jnp.moveaxis(outs, 0, 1), cache.length
 
-    out, read, length = together(cache)
-    wanted, single, single_length = one_by_one(cache)
-    np.testing.assert_allclose(np.asarray(out), np.asarray(wanted), atol=5e-6)
-    np.testing.assert_array_equal(np.asarray(length), np.asarray(single_length))
-    for mine, other in zip(np.asarray(read), single, strict=True):
-        np.testing.assert_array_equal(np.sort(mine), np.sort(np.asarray(other)))
+    wanted, length = one_by_one(cache)
+    np.testing.assert_allclose(out, wanted[:, :8], atol=5e-6)
+    np.testing.assert_allclose(again, wanted[:, 5:], atol=5e-6)
+    np.testing.assert_array_equal(np.asarray(after.length), np.asarray(length))
 
 
 def test_drafts_are_verified_by_all_tokens() -> None:
     """`decode(..., exact=True)` is full attention, by share as on one device."""
-    outs = []
-    for policy, placement in ((FIER, by_share(THREE)), (Full(), None)):
-        cache = kvjax.init_layer(policy, SPEC, placement)
-        _, cache = jax.jit(kvjax.prefill)(cache, *tokens(60, 0))
-        out, _ = jax.jit(partial(kvjax.decode, exact=True))(cache, *tokens(8, 1))
-        outs.append(np.asarray(out))
-    np.testing.assert_allclose(*outs, atol=5e-6)
+    text = [
+        np.concatenate(parts, axis=1) for parts in zip(tokens(60, 0), tokens(8, 1), strict=True)
+    ]
+    _, cache = filled(kvjax.init_layer(FIER, SPEC, by_share(along(4))), *tokens(60, 0))
+    out, _ = jax.jit(partial(kvjax.decode, exact=True))(cache, *tokens(8, 1))
+    for row, t, head in np.ndindex(SPEC.batch, 8, SPEC.q_heads):
+        q = text[0][row, 60 + t, head]
+        k, v = (a[row, : 61 + t, head // SPEC.group] for a in text[1:])
+        wanted, _ = attention(q[None], k, v, SPEC.head_dim**-0.5)
+        np.testing.assert_allclose(out[row, t, head], wanted[0], atol=5e-6)
 
 
 def test_layers_follow_a_share() -> None:
@@ -329,17 +319,17 @@ def test_layers_follow_a_share() -> None:
     layers = []
     for policy in (FIER, FIER.follower()):
         cache = kvjax.init_layer(policy, SPEC, by_share(along(4)))
-        layers.append(jax.jit(kvjax.prefill)(cache, *tokens(60, 0))[1])
+        layers.append(filled(cache, *tokens(60, 0))[1])
     np.testing.assert_array_equal(*map(np.asarray, step(*layers)))
 
 
 @pytest.mark.parametrize("policy", [FIER, PARIS], ids=["fier", "paris"])
 def test_slots_past_the_count_may_hold_nan(policy: Retrieval) -> None:
-    parts = 4
-    cache = kvjax.init_layer(policy, SPEC, by_share(along(parts)))
-    _, cache = jax.jit(prompt, static_argnames="window")(
-        cache, *tokens(24, 0), jnp.array([24, 20], jnp.int32), window=None
-    )
+    placement = by_share(THREE)
+    parts = placement.parts("context")
+    cache = kvjax.init_layer(policy, SPEC, placement)
+    lengths = jnp.array([24, 20], jnp.int32)
+    _, cache = read_prompt(cache, *tokens(PROMPT, 0), lengths, window=None)
 
     def poisoned(leaf: Any, value: float) -> Any:
         """`leaf` [B, K, S, ...], with `value` in the slots past the count of each device."""
@@ -360,22 +350,23 @@ def test_slots_past_the_count_may_hold_nan(policy: Retrieval) -> None:
         lambda leaf: poisoned(leaf, np.nan) if leaf.ndim == 4 else leaf, st.index
     )
     spoilt = dataclasses.replace(cache, state=dataclasses.replace(st, store=store, index=index))
-    step = jax.jit(partial(decode, window=None))
-    (out, positions), _ = step(spoilt, *tokens(STEPS, 6))
+    step = compiled_steps(policy, placement, None)
+    # It takes over its cache, which the other shares arrays with.
+    (out, positions), _ = step(jax.tree.map(jnp.copy, spoilt), *tokens(STEPS, 6))
     (wanted, read), _ = step(cache, *tokens(STEPS, 6))
     np.testing.assert_array_equal(np.asarray(out), np.asarray(wanted))
     np.testing.assert_array_equal(np.asarray(positions), np.asarray(read))
 
 
 def test_one_device_selects_exactly() -> None:
-    """A mesh of one device runs the policy as it is."""
-    one = by_share(along(1))
-    assert one.policy_of_part(FIER) is FIER
-    outs, positions, *_ = run(FIER, one, None)
-    wanted, read, *_ = run(FIER, None, None)
-    for out, alone in zip(outs, wanted, strict=True):
-        np.testing.assert_array_equal(np.asarray(out), np.asarray(alone))
-    np.testing.assert_array_equal(positions, read)
+    """A mesh of one device runs the policy as it is, by the program of an exact selection."""
+    assert by_share(along(1)).policy_of_part(FIER) is FIER
+
+    def program(placement: Placement) -> str:
+        cache = kvjax.init_layer(FIER, SPEC, placement)
+        return jax.jit(kvjax.attention).lower(cache, *tokens(1, 0)).as_text()
+
+    assert program(by_share(along(1))) == program(along(1))
 
 
 # ---------------------------------------------------------------------------------------------------- what it refuses
