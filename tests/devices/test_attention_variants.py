@@ -23,6 +23,16 @@ PLACEMENT = Placement(
     mesh=Mesh(DEVICES, ("data", "model", "ctx")), batch="data", heads="model", context="ctx"
 )
 FIER = Retrieval(selector=Fier(group=4), budget=24, sink=2, local=6, demote=Fifo(leave=16))
+# Where each call ends: a text of 45 tokens is read as a prompt, then go on chunks or steps.
+FIRST: dict[str, Any] = {"first_chunk": True}
+CALLS: dict[Policy, list[tuple[int, Any, dict[str, Any]]]] = {
+    Full(): [
+        (24, kvjax.attention, FIRST),
+        (40, kvjax.attention, {}),
+        (41, kvjax.attention, {}),
+    ],
+    FIER: [(40, kvjax.attention, FIRST), (45, kvjax.decode, {})],
+}
 
 
 @pytest.mark.parametrize(
@@ -33,7 +43,7 @@ FIER = Retrieval(selector=Fier(group=4), budget=24, sink=2, local=6, demote=Fifo
     ],
     ids=["no sinks", "sinks"],  # without them all other tests over devices attend
 )
-@pytest.mark.parametrize("policy", [Full(), FIER], ids=["full", "fier"])
+@pytest.mark.parametrize("policy", CALLS, ids=["full", "fier"])
 def test_variants_of_attention_are_those_of_one_device(policy: Policy, sinks: Any) -> None:
     rng = np.random.default_rng(0)
     q, k, v = (
@@ -45,14 +55,11 @@ def test_variants_of_attention_are_those_of_one_device(policy: Policy, sinks: An
     @partial(jax.jit, static_argnums=0)
     def run(placement: Placement | None, *qkv: Any) -> list[jax.Array]:
         cache, outs = kvjax.init_layer(policy, SPEC, placement), []
-        for first, stop, verb, more in (
-            (0, 24, kvjax.attention, {"first_chunk": True}),
-            (24, 40, kvjax.attention, {}),
-            (40, 41, kvjax.attention, {}),
-            (41, 45, kvjax.decode, {}),
-        ):
-            out, cache = verb(cache, *(a[:, first:stop] for a in qkv), **how, **more)  # type: ignore[operator]
+        first = 0
+        for stop, verb, more in CALLS[policy]:
+            out, cache = verb(cache, *(a[:, first:stop] for a in qkv), **how, **more)
             outs.append(out)
+            first = stop
         return outs
 
     for got, want in zip(run(PLACEMENT, q, k, v), run(None, q, k, v), strict=True):

@@ -7,15 +7,11 @@ tokens give.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import jax
 import pytest
 
-import kvjax
-from tests.fuzz.draw import LATEST, Configuration, placed
-from tests.fuzz.run import Programs, Wrong, run_all
-from tests.fuzz.test_fuzz import FAULTS, SCRIPTS, SPEC, numbers
+from tests.fuzz.draw import LATEST, placed
+from tests.fuzz.run import Programs, run_all
+from tests.fuzz.test_fuzz import SCRIPTS, numbers
 
 QUICK = (1607,)
 
@@ -29,12 +25,3 @@ QUICK = (1607,)
 )
 def test_random_scripts_on_a_random_configuration_and_placement(number: int) -> None:
     run_all(Programs(placed(number)), range(SCRIPTS * number, SCRIPTS * (number + 1)))
-
-
-def test_a_planted_fault_is_found_on_several_devices() -> None:
-    placement = kvjax.Placement(mesh=jax.make_mesh((2,), ("ctx",)), context="ctx")
-    policy = replace(FAULTS["rows mixed by a flush"], selector=kvjax.Fier(group=4))  # type: ignore[type-var]
-    with pytest.raises(Wrong):
-        run_all(
-            Programs(Configuration(policy, SPEC, None, placement=placement)), range(SCRIPTS)
-        )

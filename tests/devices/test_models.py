@@ -129,19 +129,16 @@ def test_a_mixture_of_experts_is_split_inside_each_expert(tmp_path: Path) -> Non
         assert b.sharding == c.sharding
     assert split.layers[0].mlp.gate[...].addressable_shards[0].data.shape == (8, 4, 32)
 
-    @partial(jax.jit, static_argnums=(1, 2))
-    def run(model: Decoder, at: Placement | None, policy: Any, tokens: jax.Array) -> jax.Array:
-        cache = kvjax.init(policy, model.spec(2, 32), layers=2, placement=at)
+    @partial(jax.jit, static_argnums=1)
+    def run(model: Decoder, at: Placement | None, tokens: jax.Array) -> jax.Array:
+        cache = kvjax.init(kvjax.Full(), model.spec(2, 32), layers=2, placement=at)
         first, cache = model(tokens[:, :20], cache)
         return jnp.concatenate([first, model(tokens[:, 20:], cache)[0]], axis=1)
 
     tokens = jax.random.randint(jax.random.key(0), (2, 21), 0, 96)
-    all_of_it = kvjax.presets.fier(
-        budget=128, group=8, chunk=16, layers=kvjax.presets.Layers(dense=0)
-    )
-    want = run(one, None, kvjax.Full(), tokens)
-    for model, at, policy in ((split, BOTH, kvjax.Full()), (three, THREE, all_of_it)):
-        np.testing.assert_allclose(run(model, at, policy, tokens), want, atol=1e-5)
+    want = run(one, None, tokens)
+    for model, at in ((split, BOTH), (three, THREE)):
+        np.testing.assert_allclose(run(model, at, tokens), want, atol=1e-5)
 
 
 def test_each_byte_of_the_files_is_read_once(
@@ -461,7 +458,7 @@ def test_rotation_by_length_follows_rows_over_devices(kind: AxisType) -> None:
         own = model if placement is None else distribute(model, placement)
         empty = kvjax.init(kvjax.Full(), model.spec(4, 64), layers=2, placement=placement)
         final = lengths + np.array([11, 3, 0, 20])
-        _, cache = reading.prefill(own, empty, prompts, lengths, chunk=8, final=final)
+        _, cache = reading.prefill(own, empty, prompts, lengths, final=final)
         cache = kvjax.take_rows(cache, [3, 1, 0, 2])
         single = None if placement is None else dataclasses.replace(placement, batch=None)
         one = kvjax.init(kvjax.Full(), model.spec(1, 64), layers=2, placement=single)

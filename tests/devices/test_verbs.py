@@ -123,7 +123,7 @@ def test_insert_writes_one_row_where_it_lies(filled: Any, row: int) -> None:
     assert_equal(one.state, outside.state)
 
 
-@pytest.mark.parametrize("rows", [[3, 0, 0, 2], [1, 2, 3, 3, 0, 1, 1, 0], [2, 1]])
+@pytest.mark.parametrize("rows", [[1, 2, 3, 3, 0, 1, 1, 0], [2, 1]])
 def test_take_rows_moves_rows_between_devices(filled: Any, rows: list[int]) -> None:
     one, split = filled
     taken = kvjax.take_rows(split, rows)
