@@ -12,7 +12,7 @@ from kvjax.kernels_pallas.score import score_1bit
 from kvjax.kernels_pallas.select import select_1bit, threshold
 from kvjax.numerics.quant import OneBit
 from kvjax.numerics.selection import PackedSelection, reduce_scores, unpack
-from tests.kernels.conftest import on_gpu
+from tests.kernels.conftest import ON_GPU, on_gpu
 from tests.kernels.inputs import index, normal, spans_of
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -20,55 +20,55 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 def choice(B, K, G, S, D, group, W, room, dtype, kind):
     """Arguments of select_1bit, with spans and counts of each row that are at the edges."""
-    q, ix = (
-        normal(1, B, K, G, D, dtype=dtype).astype(jnp.float32),
-        index(B, K, S, D, group, dtype),
-    )
-    scores = normal(2, B, K, G, W)
+    # In numpy: each operation of jax on an array is a program.
+    q = np.array(normal(1, B, K, G, D, dtype=dtype).astype(jnp.float32))
+    ix = OneBit(*map(np.array, index(B, K, S, D, group, dtype)))
+    scores = np.array(normal(2, B, K, G, W))
     span = spans_of(
         B, (0, S), (1, S - 1), (S // 2, S // 2 + room), (0, room + 1), (3, 3), (0, -5)
     )
     wait = spans_of(B, (0, W), (0, 0), (W - 1, W), (0, 1), (2, W - 2), (1, -3))
-    count = jnp.asarray(np.resize([room, room - 1, room, 1, room, 0], B).astype(np.int32))
+    count = np.resize([room, room - 1, room, 1, room, 0], B).astype(np.int32)
     if kind == "equal":
-        ix, scores = (
-            OneBit(jnp.zeros_like(ix.bits), *(jnp.ones_like(a) for a in ix[1:])),
-            jnp.zeros_like(scores),
-        )
+        ix = OneBit(np.zeros_like(ix.bits), np.ones_like(ix.scale), np.ones_like(ix.zero))
+        scores[:] = 0
     elif kind == "few keys":
-        ix = OneBit(ix.bits * 0 + ix.bits[:, :, :1], *(a * 0 + a[:, :, :1] for a in ix[1:]))
-        ix = ix._replace(bits=ix.bits.at[:, :, 1::3].set(255).at[:, :, 2::5].set(0))
+        for a in ix:
+            a[:] = a[:, :, :1]
+        ix.bits[:, :, 1::3] = 255
+        ix.bits[:, :, 2::5] = 0
     elif kind == "peaked":
-        q, scores = q * 300, scores * 300
+        q *= 300
+        scores *= 300
     elif kind == "flat":
-        q, scores = q * 1e-6, scores * 1e-6
+        q *= 1e-6
+        scores *= 1e-6
     elif kind == "coarse":  # some 500: f16 has two numbers to 1 there
-        q, scores = q.at[..., 0].set(1.0), scores + 6000 * D**-0.5
-        ix = ix._replace(zero=ix.zero.at[..., 0].set(6000))
+        q[..., 0] = 1
+        scores += 6000 * D**-0.5
+        ix.zero[..., 0] = 6000
     elif (
         kind == "infinite"
     ):  # of a unit's keys -inf for all heads, of another's +inf for one head
-        q = q.at[..., 0].set(1.0).at[..., 1].set(0.5).at[:, :, 0, 1].set(-0.5)
-        zero = (
-            ix.zero.at[:, :, 1, 0]
-            .set(-jnp.inf)
-            .at[:, :, 2, :2]
-            .set(jnp.array([-jnp.inf, 0.0], dtype))
-        )
-        ix = ix._replace(zero=zero.at[0, :, 0, 0].set(jnp.inf) if B > 1 else zero)
-        scores = scores.at[..., 1::2].set(-jnp.inf)
+        q[..., 0] = 1
+        q[..., 1] = 0.5
+        q[:, :, 0, 1] = -0.5
+        ix.zero[:, :, 1, 0] = -np.inf
+        ix.zero[:, :, 2, :2] = [-np.inf, 0]
+        if B > 1:
+            ix.zero[0, :, 0, 0] = np.inf
+        scores[..., 1::2] = -np.inf
     elif kind == "poison":  # past the spans
-        slot = jnp.arange(S // group)[None, None, :, None] * group
-        outside = (slot + group <= span[0][:, None, None, None]) | (
-            slot >= span[1][:, None, None, None]
-        )
+        slot = np.arange(S // group)[None, None, :, None] * group
+        start, stop = (np.asarray(end)[:, None, None, None] for end in span)
+        outside = (slot + group <= start) | (slot >= stop)
         ix = ix._replace(
-            zero=jnp.where(outside, jnp.nan, ix.zero),
-            scale=jnp.where(outside, jnp.inf, ix.scale),
+            zero=np.where(outside, np.asarray(np.nan, dtype), ix.zero),
+            scale=np.where(outside, np.asarray(np.inf, dtype), ix.scale),
         )
-        slot = jnp.arange(W)[None, None, None]
-        outside = (slot < wait[0][:, None, None, None]) | (slot >= wait[1][:, None, None, None])
-        scores = jnp.where(outside, jnp.nan, scores)
+        slot = np.arange(W)[None, None, None]
+        start, stop = (np.asarray(end)[:, None, None, None] for end in wait)
+        scores = np.where((slot < start) | (slot >= stop), np.float32(np.nan), scores)
     return q, ix, span, (scores, *wait), count
 
 
@@ -94,6 +94,19 @@ def ranks_in_half(parts, group_reduce):
 
 
 KINDS = ("normal", "equal", "few keys", "peaked", "flat", "coarse", "infinite", "poison")
+
+
+def kinds_of(G, config):
+    """In the simulator, what another form of the first case can get wrong: scores, if a kernel
+    sums more heads than at once, or the selection, if it goes through a row in steps.
+    """
+    if ON_GPU:
+        return KINDS
+    if G > 8:
+        return ("normal", "infinite", "poison")
+    if config is not None and not config.cluster:
+        return ("normal", "equal", "few keys", "coarse")
+    return KINDS
 
 
 @pytest.mark.parametrize(
@@ -264,21 +277,23 @@ def test_select_1bit_chooses_what_top_k_grouped_does_of_the_scores(
         else ("max_softmax", "mean_score", "per_head")
     }
     pools["coarse"] = ("mean_score",)
-    for kind in KINDS:
+    for kind in kinds_of(G, config):
         if kind == "infinite" and S // group < 3:
             continue
         q, ix, span, pending, count = choice(B, K, G, S, D, group, W, room, dtype, kind)
-        scores = score(q, ix)  # the same products
-        parts, late = [], pending[0].astype(jnp.float16)
+        scores = np.asarray(score(q, ix))  # the same products
+        with np.errstate(over="ignore"):
+            half_scores, late = (a.astype(np.float16) for a in (scores, pending[0]))
+        parts = []
         for part, half, ends in (
-            (scores, scores.astype(jnp.float16), span),
-            (late.astype(jnp.float32), late, pending[1:]),
+            (scores, half_scores, span),
+            (late.astype(np.float32), late, pending[1:]),
         ):
             slot = np.arange(part.shape[3])[None]
             valid = (slot >= np.asarray(ends[0])[:, None]) & (
                 slot < np.asarray(ends[1])[:, None]
             )
-            parts.append((part, half, jnp.asarray(valid)[:, None, None]))
+            parts.append((part, half, valid[:, None, None]))
         for group_reduce in pools.get(kind, ("mean_softmax",)):
             slots, found = (
                 np.asarray(a)
@@ -289,7 +304,7 @@ def test_select_1bit_chooses_what_top_k_grouped_does_of_the_scores(
                 )
             )
             ranks = np.asarray(ranks_in_half(parts, group_reduce=group_reduce))
-            want = reference(ranks, jnp.concatenate([ok for *_, ok in parts], axis=-1))
+            want = reference(ranks, np.concatenate([ok for *_, ok in parts], axis=-1))
             wanted = np.asarray(want.valid) & (
                 np.arange(room) < np.asarray(count)[:, None, None, None]
             )

@@ -24,18 +24,19 @@ def reranked(B, K, G, S, D, M, R, dtype, kind):
     """
     rng = np.random.default_rng(M)
     q, k = normal(1, B, K, G, D), normal(0, B, K, S, D)
-    late = (2 * normal(2, B, K, R, D)).astype(dtype)
+    late = np.asarray(2 * normal(2, B, K, R, D)).astype(dtype)
     if kind == "equal":
-        k, late = jnp.zeros_like(k), jnp.zeros_like(late)
+        k, late = np.zeros_like(k), np.zeros_like(late)
     slots = jnp.asarray(
         np.sort(rng.permuted(np.tile(np.arange(S), (B, K, G, 1)), axis=-1)[..., :M]), jnp.int32
     )
     found = jnp.asarray(np.resize([M, M - 1, 0, 1, M], (B, K, G)), jnp.int32)
     start, stop = spans_of(B, (0, R), (0, 5), (3, R + 9), (2, R - 2), (5, 4), (-2, 3))
     if kind == "poison":  # past the spans
-        slot = jnp.arange(R)[None, :]
-        outside = (slot < start[:, None]) | (slot >= stop[:, None] - 3)
-        late = jnp.where(outside[:, None, :, None], jnp.nan, late)
+        slot = np.arange(R)[None, :]
+        first, last = (np.asarray(end)[:, None] for end in (start, stop))
+        outside = (slot < first) | (slot >= last - 3)
+        late = np.where(outside[:, None, :, None], np.asarray(np.nan, dtype), late)
     # In one program, since a million rotated keys and what leads to them take 20 GB.
     return (
         q,
@@ -106,10 +107,20 @@ def test_select_4bit_chooses_what_its_reference_does(
         return select_4bit.select_4bit(q, *keys, *rest, room, **mine, **how)
 
     count = jnp.asarray(np.resize([room, 1, room + 9, 5, 0, room], B), jnp.int32)
+    logits = Logits(how["scale"])
+    reference = jax.jit(partial(ops.select_4bit, seed=3, logits=logits, implementation="xla"))
+
+    @jax.jit
+    def all_scores(q, keys, candidates, late):
+        rotated = rotate(q, 3)
+        estimates = ops.rerank(rotated, keys, candidates, logits=logits, implementation="xla")
+        return estimates, attention_logits(q, late, logits)
+
+    run = jax.jit(run)
     for kind in ("normal", "equal", "poison"):
         q, keys, candidates, pending = reranked(B, K, G, S, D, M, R, dtype, kind)
         args = q, keys, candidates, pending, count
-        got = PackedSelection(*jax.jit(run)(*args))
+        got = PackedSelection(*run(*args))
         among = Candidates(
             span=(0, S),
             pending=pending,
@@ -118,21 +129,10 @@ def test_select_4bit_chooses_what_its_reference_does(
             pending_slots=pending_slots,
             local=3,
         )
-        reference = jax.jit(
-            partial(ops.select_4bit, seed=3, logits=Logits(how["scale"]), implementation="xla")
-        )
         want = reference(q, keys, candidates, among)
         np.testing.assert_array_equal(got.found, want.found, err_msg=kind)
-        estimates = np.asarray(
-            ops.rerank(
-                rotate(q, 3),
-                keys,
-                candidates,
-                logits=Logits(how["scale"]),
-                implementation="xla",
-            )
-        )
-        exact = np.asarray(attention_logits(q, pending[0], Logits(how["scale"])))
+        scored = all_scores(q, keys, candidates, pending[0])
+        estimates, exact = map(np.asarray, scored)
         for row in np.ndindex(B, K, G):
             scores = np.full(S + R, np.nan, np.float32)
             scores[np.asarray(candidates.slots)[row]] = estimates[row]
