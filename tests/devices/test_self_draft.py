@@ -18,7 +18,7 @@ from tests.generation.test_self_draft import CONFIG, POLICY, PROMPT
 
 @pytest.fixture(scope="module")
 def model() -> Decoder:
-    return Decoder(dataclasses.replace(CONFIG, layers=1), rngs=nnx.Rngs(3))
+    return Decoder(dataclasses.replace(CONFIG, layers=1, windows=()), rngs=nnx.Rngs(3))
 
 
 def generate(model: Decoder, policy: Any, placed: Any, draft: Any) -> Any:
