@@ -159,7 +159,8 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     ),
     "init of two arguments": (
         lambda: selecting(changed(MeanKey, init=lambda self, spec: None)),
-        r"Mine.init raised TypeError for no arrays: .*takes 2 positional arguments but 3 were given",
+        r"Mine.init does not take what a kvjax.Selector is called with \(too many positional arguments\); "
+        r"give it the parameters \(spec, slots\)",
     ),
     "an index without rows": (
         lambda: selecting(
@@ -200,7 +201,8 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     ),
     "score without the logits": (
         lambda: selecting(changed(MeanKey, score=lambda self, ix, q: ix)),
-        r"Mine.score raised TypeError for .*got an unexpected keyword argument 'logits'",
+        r"Mine.score does not take what a kvjax.Selector is called with \(got an unexpected keyword "
+        r"argument 'logits'\); give it the parameters \(ix, q, \*, logits\)",
     ),
     "score of KV heads alone": (
         lambda: selecting(changed(MeanKey, **mapped("score", lambda s: s.mean(axis=2)))),
@@ -339,7 +341,8 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     ),
     "score of three arguments": (
         lambda: evicting(changed(KeyNorm, score=lambda self, evidence, position: evidence)),
-        "Mine.score raised TypeError for .*takes 3 positional arguments but 5 were given",
+        r"Mine.score does not take what a kvjax.Evictor is called with \(too many positional arguments\); give it the "
+        r"parameters \(evidence, position, end, slots\)",
     ),
     # ---------------------------------------------------------------------------------------- demotions, policies
     "a demotion that loses a slot": (

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache, partial
+from inspect import Parameter, Signature, signature
 from typing import Any
 
 import jax
@@ -39,6 +40,7 @@ from kvjax.stores.demotion import Demotion
 from kvjax.validation import described, first_line, parts_of, short_repr
 
 Shape = jax.ShapeDtypeStruct
+BASES = (Selector, Store, Evictor, Policy)
 
 
 _checked: ContextVar[bool] = ContextVar("checked", default=True)
@@ -389,6 +391,7 @@ def _step(spec: CacheSpec) -> Step:
 def _call(part: Any, verb: str, *args: Any, **settings: Any) -> Any:
     """The shapes that a verb of a part returns; arguments that are no shapes are static."""
     method = getattr(part, verb)
+    _check_parameters(part, verb, *args, **settings)
     static = {i: arg for i, arg in enumerate(args) if isinstance(arg, CacheSpec | Step | int)}
     arrays = [arg for i, arg in enumerate(args) if i not in static]
 
@@ -399,6 +402,20 @@ def _call(part: Any, verb: str, *args: Any, **settings: Any) -> Any:
         )
 
     return _traced(part, verb, run, *arrays)
+
+
+def _check_parameters(part: Any, verb: str, *args: Any, **settings: Any) -> None:
+    """Raises ValueError for a verb that does not take the arguments of its base's."""
+    try:
+        signature(getattr(part, verb)).bind(*args, **settings)
+    except TypeError as error:
+        base = next(base for base in BASES if isinstance(part, base))
+        _, *wanted = signature(getattr(base, verb)).parameters.values()
+        plain = Signature([one.replace(annotation=Parameter.empty) for one in wanted])
+        raise ValueError(
+            f"{type(part).__name__}.{verb} does not take what a kvjax.{base.__name__} is called with ({error}); "
+            f"give it the parameters {plain}"
+        ) from error
 
 
 def _traced(part: Any, verb: str, run: Callable[..., Any], *arrays: Any) -> Any:
