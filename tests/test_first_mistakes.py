@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen
 from jax.tree_util import register_dataclass
 
 import kvjax
@@ -676,6 +677,28 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
             lambda tokens, cache: (tokens, cache), cache(), [[1], [2]], max_new_tokens=2
         ),
         r"the model takes no lengths, active, last_logits, first_chunk; add them, as kvjax\.generation\.Model desc",
+    ),
+    "a Linen module without its variables": (
+        lambda: kvjax.generate(linen.Dense(50), cache(), [[1], [2]], max_new_tokens=2),
+        r"model is the Linen module Dense without its variables; give both, as functools\.partial\(module\.apply",
+    ),
+    "a model that returns a list of layers": (
+        lambda: kvjax.generate(
+            lambda tokens, cache, **how: (jnp.zeros((2, 50)), list(cache.layers)),
+            cache(),
+            [[1], [2]],
+            max_new_tokens=2,
+        ),
+        r"the model returned a list as its cache; make a kvjax\.Cache of it: kvjax\.Cache\(tuple\(layers\)\)",
+    ),
+    "a model that returns logits alone": (
+        lambda: kvjax.generate(
+            lambda tokens, cache, **how: jnp.zeros((2, 50)),
+            cache(),
+            [[1], [2]],
+            max_new_tokens=2,
+        ),
+        r"the model returned float32\[2, 50\], and must return two values, logits and a cache",
     ),
     "a model without steps for drafts": (
         lambda: kvjax.stream(

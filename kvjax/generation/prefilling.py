@@ -27,7 +27,7 @@ from kvjax.cache.cache import (
 from kvjax.call import plain_step
 from kvjax.compiling import Program
 from kvjax.generation.callables import as_model
-from kvjax.generation.prompt_inputs import check_ids, check_model_cache
+from kvjax.generation.prompt_inputs import check_ids, check_model_cache, check_returned
 from kvjax.generation.staging import (
     empty_prompt,
     needs_staging,
@@ -513,7 +513,7 @@ def _prefill_chunk(
     *,
     first_chunk: bool,
 ) -> tuple[Array, Cache]:
-    return call_model(
+    made = call_model(
         model,
         tokens,
         cache,
@@ -521,6 +521,9 @@ def _prefill_chunk(
         last_logits=True,
         first_chunk=first_chunk,
     )
+    check_returned(made)
+    logits, cache = made
+    return logits, cache
 
 
 def _read(

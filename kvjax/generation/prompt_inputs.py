@@ -22,7 +22,7 @@ from jax.typing import ArrayLike
 from kvjax.cache.cache import Cache, LayerCache, check_rotation, shared_tokens
 from kvjax.memory import on_host
 from kvjax.spec import require_int
-from kvjax.validation import MOST, check_alive, short_repr
+from kvjax.validation import MOST, check_alive, described, short_repr
 
 
 def pad_prompt(
@@ -187,6 +187,12 @@ def check_model(model: Any, asked: Iterable[str] = ()) -> None:
         ...
     ValueError: the model takes no last_logits, first_chunk; add them, as kvjax.generation.Model describes
     """
+    unbound = hasattr(model, "unbind") and getattr(model, "scope", None) is None  # of Linen
+    if unbound and not isinstance(model, type):
+        raise ValueError(
+            f"model is the Linen module {type(model).__name__} without its variables; give both, as "
+            "functools.partial(module.apply, variables) or module.bind(variables)"
+        )
     if callable(model) and not isinstance(model, type):
         missing = _missing_keywords(model, (*ASKED, *asked))
         if missing:
@@ -202,6 +208,27 @@ def check_model(model: Any, asked: Iterable[str] = ()) -> None:
     else:
         cure = "give a model as kvjax.generation.Model describes it, for example kvjax.models.load(directory).model"
     raise ValueError(f"model must be a callable pytree, got {short_repr(model)}; {cure}")
+
+
+def check_returned(made: Any) -> None:
+    """Raises ValueError unless a model returned logits and the cache of all of its layers.
+
+    >>> check_returned(("logits", ["a layer"]))
+    Traceback (most recent call last):
+        ...
+    ValueError: the model returned a list as its cache; make a kvjax.Cache of it: kvjax.Cache(tuple(layers))
+    """
+    if not isinstance(made, tuple | list) or len(made) != 2:
+        got = f"{len(made)} values" if isinstance(made, tuple | list) else described(made)
+        raise ValueError(
+            f"the model returned {got}, and must return two values, logits and a cache, as "
+            "kvjax.generation.Model describes"
+        )
+    if not isinstance(made[1], Cache):
+        raise ValueError(
+            f"the model returned {described(made[1])} as its cache; make a kvjax.Cache of it: "
+            "kvjax.Cache(tuple(layers))"
+        )
 
 
 def _missing_keywords(model: Any, asked: Iterable[str]) -> list[str]:
