@@ -98,7 +98,13 @@ def named_param(value: Array, axes: tuple[str, ...]) -> nnx.Param:
     return param
 
 
+class ShapesOnly(nnx.Rngs):
+    """Random numbers of a model of which only the shapes count: `normal` draws none."""
+
+
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float, dtype: np.dtype) -> Array:
+    if isinstance(rngs, ShapesOnly):
+        return jnp.zeros(shape, dtype)
     return _draw(rngs.params(), scale, shape=shape, dtype=dtype)
 
 
