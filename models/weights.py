@@ -613,11 +613,12 @@ def _text_name(name: str) -> str | None:
 _LATER_GEMMA = (
     "layers that read the keys and values of another layer and take inputs of their own"
 )
+_GEMMA_4 = f"heads of another size in layers without a window and, in some sizes, {_LATER_GEMMA}"
 _MAMBA = "Mamba-2 layers"
 _LATENT = "attention over latent vectors (MLA)"
 MISSING = {
     "gemma3n_text": f"{_LATER_GEMMA}, and streams of activations beside the main one (AltUp)",
-    "gemma4_text": f"{_LATER_GEMMA}, and heads of another size in layers without a window",
+    "gemma4_text": _GEMMA_4,
     "granitemoehybrid": _MAMBA,
     "nemotron_h": _MAMBA,
     "falcon_h1": f"{_MAMBA} beside attention in one layer",
