@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import pytest
 
 import kvjax
-from kvjax import memory, ops, presets
+from kvjax import memory, models, ops, presets
 from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.attend import (
     attend_coded_zones,
@@ -45,6 +45,7 @@ from kvjax.kernels_pallas.select import (
 from kvjax.kernels_pallas.vote import collide, most_voted
 from kvjax.kernels_pallas.write import put_token
 from kvjax.numerics.rotate import lloyd_max
+from kvjax.recurrence import advance
 from tests.kernels import aot, cases
 
 pytestmark = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
@@ -875,6 +876,27 @@ def test_a_step_starts_few_kernels_and_copies_nothing(preset, most):
         program = aot.compile_for(partial(kvjax.attention, flush=False), cache, *new, donate=0)
     assert len(program.launches) <= most, program.launches
     assert not [name for name in program.launches if name.startswith("copy")]
+
+
+def test_steps_of_gated_delta_nets_are_a_launch_a_layer():
+    """Their tokens are counted in it, and no array is copied."""
+    net = models.GatedDelta(key_heads=2, value_heads=4, key_dim=128, value_dim=128)
+    spec = kvjax.CacheSpec(
+        batch=1, q_heads=4, kv_heads=2, head_dim=64, capacity=64, dtype=jnp.bfloat16
+    )
+    layer = memory.shapes(partial(kvjax.init_layer, net, spec))
+    numbers = 2 * [sds(1, 1, 4, dtype=jnp.float32)]
+    tokens = models.gated_delta.DeltaInputs(sds(1, 1, net.channels), *numbers)
+
+    def step(layers, tokens, kernel):
+        return [advance(layer, tokens, kernel) for layer in layers]
+
+    with mock.patch.object(ops.op, "_unmeasured", return_value=None):
+        program = aot.compile_for(
+            step, 2 * [layer], tokens, sds(net.kernel, net.channels), donate=0
+        )
+    launches = [name for name in program.launches if not name.startswith("empty")]
+    assert len(launches) == 2, launches
 
 
 @pytest.mark.parametrize(
