@@ -613,7 +613,9 @@ def _text_name(name: str) -> str | None:
 _LATER_GEMMA = (
     "layers that read the keys and values of another layer and take inputs of their own"
 )
-_GEMMA_4 = f"heads of another size in layers without a window and, in some sizes, {_LATER_GEMMA}"
+_GEMMA_4 = (
+    f"heads of another size in layers without a window and, in some sizes, {_LATER_GEMMA}"
+)
 _MAMBA = "Mamba-2 layers"
 _LATENT = "attention over latent vectors (MLA)"
 MISSING = {

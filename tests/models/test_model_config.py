@@ -469,7 +469,10 @@ def test_a_decoder_config_checks_itself(change, said):
     ("kind", "needs"),
     [
         ("gemma3n", "layers that read the keys and values of another layer"),
-        ("gemma4", "heads of another size in layers without a window and, in some sizes, layers that"),
+        (
+            "gemma4",
+            "heads of another size in layers without a window and, in some sizes, layers that",
+        ),
         ("nemotron_h", "Mamba-2 layers"),
         ("deepseek_v3", "attention over latent vectors"),
     ],
