@@ -35,7 +35,8 @@ WIDE = [  # of heads of more than 128, which take more shared memory
     *(Config(blocks, 1, copies=4) for blocks in (4, 8)),
     *(Config(8, 1, tile=16, copies=copies) for copies in (4, 8, 16)),
     Config(4, 2, tile=16, copies=8),
-    *(Config(blocks, 1, cluster=0, tile=16, copies=4) for blocks in (8, 12, 32)),
+    *(Config(blocks, 1, cluster=0, tile=16, copies=4) for blocks in (8, 12, 16, 32)),
+    *(Config(blocks, 2, cluster=0, tile=16, copies=4) for blocks in (8, 16)),
 ]
 
 

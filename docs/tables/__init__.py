@@ -73,7 +73,7 @@ TABLES: dict[str, Callable[[], str]] = {
         scaling.four, scaling.rounds_of_four, scaling.by_kind,
         scaling.links, scaling.prompts, scaling.scaling, gpus.gpus, gpus.cards,
         hybrid.hybrid_steps, hybrid.hybrid_parts, hybrid.delta_nets, hybrid.heads_of_256,
-        hybrid.heads_by_group,
+        hybrid.heads_by_group, hybrid.attention_of_256,
         tpus.tpus,
         tpus.tpu_kernels,
         board.board_reads, board.board_holds, board.board_drafts, board.board_gsm8k, board.board_ruler,

@@ -116,6 +116,21 @@ def heads_by_group() -> str:
     return markdown([*titles, "4 heads of 256, us", "8 heads of 128, us", "times"], body)
 
 
+def attention_of_256() -> str:
+    """`attend_zones` alone by the fastest block sizes of its sweep, by the same."""
+    rows = [row for row in load_rows("heads_of_256") if row["part"] == "attend"]
+    found = {_step_key(row, row["D"]): row["best"] for row in rows}
+    keys = dict.fromkeys(_step_key(row, 256) for row in rows)
+    body = []
+    for key in sorted(keys, key=lambda key: (key[3] > 1, key[2])):
+        _, _, group, batch, length = key
+        wide, narrow = found[key], found[(128, *key[1:])]
+        us = [f"{wide:.1f}", f"{narrow:.1f}", f"{wide / narrow:.2f}"]
+        body.append([str(group), _cell(length, batch), *us])
+    titles = ["query heads of a KV head", "tokens x rows"]
+    return markdown([*titles, "4 heads of 256, us", "8 heads of 128, us", "times"], body)
+
+
 def _step_key(row: dict[str, Any], head_dim: int) -> tuple[Any, ...]:
     return (head_dim, *(row[name] for name in ("method", "G", "batch", "length")))
 

@@ -358,8 +358,12 @@ class _Counts:
         self.overflow_at = simt.offset(overflow, row)
 
     def held(self) -> Word:
-        """The tokens beside the state, whichever blocks have taken their tickets."""
-        code = "ld.relaxed.gpu.global.u32 $0, [$1];"
+        """The tokens beside the state, whichever blocks have taken their tickets.
+
+        No write but tickets comes before this block's own, so the lower half may come from L1,
+        and only one thread of a multiprocessor has to ask L2.
+        """
+        code = "ld.relaxed.cta.global.u32 $0, [$1];"
         both: Word = ptx(code, self.held_at, results=1)
         return simt.clipped(both & (TICKET - 1), NEWEST)
 
@@ -377,11 +381,9 @@ class _Counts:
         token = takes.select(1, 0)
         code = "red.relaxed.gpu.global.add.u32 [$0], $1;"
         ptx(code, self.held_at, token - self.blocks * TICKET)
-        length = ptx("ld.global.u32 $0, [$1];", self.length_at, results=1)
-        ptx("st.global.u32 [$0], $1;", self.length_at, length + token)
-        dropped = ptx("ld.global.u8 $0, [$1];", self.overflow_at, results=1)
-        dropped = dropped | (is_due.select(1, 0) - token)
-        ptx("st.global.u8 [$0], $1;", self.overflow_at, dropped)
+        ptx(code, self.length_at, token)  # a sum of a load would have to wait for it
+        with when(is_due & token.equals(0)):
+            ptx("st.global.u8 [$0], $1;", self.overflow_at, word(1))
 
 
 class _Convolution:
