@@ -135,7 +135,8 @@ def _print(found: Sequence[Answer], dense_layers: int) -> None:
     show(_table(found))
     if dense_layers:
         say(
-            f"tokens read is the mean over layers; the first {dense_layers} of them read everything (--dense-layers)"
+            f"tokens read is the mean over layers with attention; the first {dense_layers} of them read everything, "
+            "unless a cache sets its own dense_layers (--dense-layers)"
         )
     for answer in found:
         if answer.refused:

@@ -7,6 +7,7 @@ and `store` passes them to the policies to decode from, through the hook that a 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +25,7 @@ from kvjax.generation.loops import count_attended
 from kvjax.generation.prefilling import Model, chunk_size, prefill
 from kvjax.models import Checkpoint
 from kvjax.ops.chunk import ungroup
-from kvjax.policies import PerLayer, Policy, Step
+from kvjax.policies import PerLayer, Policy, Recurrent, Step
 from kvjax.spec import CacheSpec
 
 WHOLE = 1 << 30  # more tokens than a prompt has: one chunk
@@ -121,12 +122,18 @@ def store(
     """A cache of `policy` that holds the layers that `read` recorded, as if the model had
     prefilled it.
 
-    The recorded layers and their `rotated_for` stay valid.
+    The recorded layers and their `rotated_for` stay valid. A layer that keeps a state of fixed
+    size has the same one whatever the cache, so it is copied.
     """
     layers, config = [], checkpoint.config
     of_model: Any = {"scale": config.query_scale, "soft_cap": config.soft_cap}
-    for i, (layer, window) in enumerate(zip(prompts, config.windows, strict=True)):
-        empty = init_layer(policy.policy(i), replace(layer.spec, capacity=capacity))
+    policies = map(policy.policy, itertools.count())  # of the layers with attention
+    for layer, window in zip(prompts, config.windows, strict=True):
+        spec = replace(layer.spec, capacity=capacity)
+        if isinstance(layer.policy, Recurrent):
+            layers.append(LayerCache(jax.tree.map(jnp.copy, layer.state), layer.policy, spec))
+            continue
+        empty = init_layer(next(policies), spec)
         st: PromptState = layer.state
         layers.append(_store(empty, st.q, st.k, st.v, st.length, window=window, **of_model))
     return Cache(tuple(layers), jax.tree.map(jnp.copy, rotated_for))

@@ -27,6 +27,7 @@ from tests.checkpoint import LAYERS, POSITIONS, write_checkpoint
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 4
 NEW = 40  # more than a piece
+NET = models.GatedDelta(key_heads=1, value_heads=2, key_dim=8, value_dim=8)
 CACHES = {
     "full": presets.full(),
     "snapkv@40": presets.snapkv(40, window=8, layers=presets.Layers(dense=1)),
@@ -784,7 +785,15 @@ def test_a_setting_that_no_budget_mends_stops_the_comparison():
 
 
 @pytest.mark.parametrize(
-    "model", [{}, {"query_scale": 2.0}, {"soft_cap": 1.0}, {"sinks": True}], ids=str
+    "model",
+    [
+        {},
+        {"query_scale": 2.0},
+        {"soft_cap": 1.0},
+        {"sinks": True},
+        {"recurrent": (0,), "mixer": NET},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize(
     "cache", ["snapkv:budget=24,window=8,dense_layers=0", "tova:budget=24,dense_layers=0"]
