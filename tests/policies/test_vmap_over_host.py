@@ -18,10 +18,10 @@ SPEC = kvjax.CacheSpec(
 
 def decoded(text: str, steps: int) -> Any:
     """A function from a seed to the outputs of some steps after a prompt."""
-    policies = kvjax.presets.parse(text)
+    policy = kvjax.presets.parse(text).rest
 
     def run(seed: Any) -> jax.Array:
-        cache = kvjax.init(policies, SPEC, layers=4).layers[-1]
+        cache = kvjax.init_layer(policy, SPEC)
         key = jax.random.key(seed)
 
         def tokens(count: int, heads: int) -> jax.Array:
@@ -37,7 +37,7 @@ def decoded(text: str, steps: int) -> Any:
 @pytest.mark.parametrize("text", ["fier:budget=64,store=host", "magicpig:store=host"])
 def test_a_step_runs_under_vmap(text: str) -> None:
     run = decoded(text, 1)
-    alone = [run(seed) for seed in range(2)]
+    alone = [jax.jit(run)(seed) for seed in range(2)]
     np.testing.assert_allclose(jax.jit(jax.vmap(run))(jnp.arange(2)), alone, atol=1e-5)
 
 
