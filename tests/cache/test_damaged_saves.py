@@ -472,9 +472,9 @@ def kill_while_saving(directory: Path, seed: int, first: int) -> int:
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 21))]
 )
 def test_a_killed_writer_leaves_its_last_save(tmp_path: Path, seed: int) -> None:
-    """Of five kills a seed: a hundred in a thorough run."""
+    """Of five kills a seed: a hundred in a thorough run. What they left hinders no later save."""
     first = 3
-    for kill in range(5 if seed else 2):
+    for kill in range(5 if seed else 1):
         said = kill_while_saving(tmp_path, 1000 * seed + kill, first)
         found = number_of(kvjax.restore(tmp_path, empty()))
         assert found in (
@@ -482,6 +482,8 @@ def test_a_killed_writer_leaves_its_last_save(tmp_path: Path, seed: int) -> None
             small(said + 2),
         )  # the one after may have been complete, and not told yet
         first = said + 2 if found == small(said) else said + 4
+    kvjax.save(tmp_path, filled(251), keep=2)
+    assert number_of(kvjax.restore(tmp_path, empty())) == 251
 
 
 def test_a_save_that_goes_while_the_directory_is_listed_does_no_harm(
