@@ -180,6 +180,59 @@ def by_kind() -> str:
     return markdown(header, body)
 
 
+CALLS = {"apart": "read one by one", "loop": "one report", "alone": "without a loop"}
+
+
+def calls() -> str:
+    """Milliseconds of a step and of calls that emit one token, by form of the call."""
+    found: dict[Any, dict[str, dict[str, Any]]] = {}
+    for row in load_rows("calls"):
+        key = tuple(row[name] for name in ("method", "placement", "length", "batch"))
+        found.setdefault(key, {})[row["form"]] = row
+    body = []
+    for (method, placement, length, batch), forms in found.items():
+        times = [f"{forms[form]['call_of_one_ms']:.2f}" for form in CALLS]
+        body.append(
+            [
+                f"`{method}`",
+                f"{length} x {batch}",
+                WAYS[placement],
+                *(f"{forms[form]['step_ms']:.2f}" for form in ("apart", "loop")),
+                *times,
+            ]
+        )
+    header = ("cache", "tokens x rows", "over", "a step of 32, read one by one", "one report")
+    return markdown(
+        (*header, *(f"a call of one token, {form}" for form in CALLS.values())), body
+    )
+
+
+def call_beside(form: str) -> str:
+    """Milliseconds of a call of one token beside a step, from the least cache to the most."""
+    rows = [row for row in load_rows("calls") if row["form"] == form]
+    return _range_ms([row["call_of_one_ms"] - row["step_ms"] for row in rows])
+
+
+def call_part(form: str, part: str) -> str:
+    """Milliseconds of a part of a call of one token, from the least cache to the most."""
+    return _range_ms([row[part] for row in load_rows("calls") if row["form"] == form])
+
+
+def _range_ms(times: list[float]) -> str:
+    return f"{min(times):.1f} to {max(times):.1f}"
+
+
+def saved_a_step(placement: str) -> str:
+    """Milliseconds that one report saves of a step, of 32 in a call."""
+    before, now = (
+        row["call_of_one_ms"]
+        for form in ("apart", "loop")
+        for row in load_rows("calls")
+        if (row["form"], row["method"], row["placement"]) == (form, "fier", placement)
+    )
+    return short((before - now) / BLOCK)
+
+
 def _step_of(label: str) -> dict[str, Any]:
     return next(row for row in load_rows("step_trace") if row["label"] == label)
 
@@ -508,6 +561,12 @@ VALUES: dict[str, Callable[[], str]] = {
     "traced_in_graph_of_one_gpu": partial(traced_of_one_gpu, "graph"),
     "starting_ms": partial(starting_ms, "before"),
     "starting_in_graph_ms": partial(starting_ms, "graph"),
+    "call_before_ms": partial(call_beside, "apart"),
+    "call_alone_ms": partial(call_beside, "alone"),
+    "reads_before_ms": partial(call_part, "apart", "read_ms"),
+    "read_ms": partial(call_part, "loop", "read_ms"),
+    "alone_returns_ms": partial(call_part, "alone", "returns_ms"),
+    "saved_a_step_ms": partial(saved_a_step, "ctx=2+share"),
     "exchanging_ms": partial(exchanging_ms, "before"),
     "computing_ms": computing_ms,
     "full_by_tokens_of_one": partial(of_one_gpu, "full", "ctx=4"),
