@@ -1,5 +1,5 @@
 """The log-probabilities of new tokens: those of the model for the whole text, and with
-drafts those of the steps that verify.
+drafts those of the steps that verify. Those of a self-draft are in test_self_draft.py.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax import PromptLookup, SelfDraft
+from kvjax import PromptLookup
 from kvjax.generation.drafts import DraftModel
 from kvjax.generation.processors import Processors
 from kvjax.generation.sampling import sampling
 from kvjax.models import Decoder
-from tests.generation.test_self_draft import CONFIG, NEW, POLICY, PROMPT
+from tests.generation.test_self_draft import CONFIG, NEW, POLICY, PROMPT, of_whole_text
 
 
 @pytest.fixture(scope="module")
@@ -31,39 +31,11 @@ def generate(model: Decoder, policy: Any, **settings: Any) -> kvjax.generation.G
     return kvjax.generate(model, cache, PROMPT, **settings)
 
 
-TEXT = 96  # tokens that hold each prompt with its new ones
-
-
-@jax.jit
-def whole_text(model: Decoder, tokens: np.ndarray) -> jax.Array:
-    logits, _ = model(tokens)
-    return logits
-
-
-def of_whole_text(
-    model: Decoder, prompt: list[int], new: list[int], temperature: float = 1.0
-) -> np.ndarray:
-    """By one pass of the model over the text without a cache: f32[n].
-
-    Texts of all lengths are padded to one, as later tokens change nothing, and so share a
-    program.
-    """
-    text = prompt + new
-    padded = np.zeros((1, TEXT), np.int32)
-    padded[0, : len(text)] = text
-    logits = np.asarray(whole_text(model, padded)[0, len(prompt) - 1 : len(text) - 1])
-    logits = logits.astype(np.float64) / temperature
-    every = logits - np.log(np.sum(np.exp(logits), axis=1, keepdims=True))
-    return every[np.arange(len(new)), new]
-
-
 DRAWN: dict[str, Any] = {"sampling": sampling(0.8, top_k=10), "key": jax.random.key(5)}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "plain": (kvjax.Full(), {}),
     "plain, drawn": (kvjax.Full(), DRAWN),
     "plain, with rules": (kvjax.Full(), {"processors": Processors(repetition_penalty=1.3)}),
-    "self-draft": (POLICY, {"draft": SelfDraft(tokens=3)}),
-    "self-draft, drawn": (POLICY, {"draft": SelfDraft(tokens=3), **DRAWN}),
     "prompt look-up": (kvjax.Full(), {"draft": PromptLookup(ngram=2, tokens=4)}),
 }
 
@@ -96,28 +68,6 @@ def test_a_draft_model_does_not_change_them(model: Decoder) -> None:
     found, want = generate(model, kvjax.Full(), draft=draft), generate(model, kvjax.Full())
     assert found.rows == want.rows
     np.testing.assert_allclose(found.log_probabilities, want.log_probabilities, atol=1e-4)
-
-
-def test_a_stream_has_them_so_far(model: Decoder) -> None:
-    """Of tokens by blocks, as of a whole generation; the same as `decode` from the logits."""
-    want = generate(model, POLICY, draft=SelfDraft(tokens=3)).log_probabilities
-    assert want is not None
-    cache = kvjax.init(POLICY, model.spec(3, 96), layers=CONFIG.layers)
-    run = kvjax.stream(
-        model,
-        cache,
-        PROMPT,
-        max_new_tokens=NEW,
-        block=7,
-        draft=SelfDraft(tokens=3),
-        log_probabilities=True,
-    )
-    next(run)
-    assert run.log_probabilities is not None
-    for row, tokens in zip(run.log_probabilities, run.rows, strict=True):
-        assert 0 < len(row) == len(tokens) < NEW
-    list(run)
-    np.testing.assert_allclose(run.log_probabilities, want, atol=1e-5)
 
 
 def test_decode_gives_them_too(model: Decoder) -> None:

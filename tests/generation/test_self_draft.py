@@ -40,6 +40,32 @@ def model() -> Decoder:
     return Decoder(CONFIG, rngs=nnx.Rngs(3))
 
 
+TEXT = 96  # tokens that hold each prompt with its new ones
+
+
+@jax.jit
+def whole_text(model: Decoder, tokens: np.ndarray) -> jax.Array:
+    logits, _ = model(tokens)
+    return logits
+
+
+def of_whole_text(
+    model: Decoder, prompt: list[int], new: list[int], temperature: float = 1.0
+) -> np.ndarray:
+    """By one pass of the model over the text without a cache: f32[n].
+
+    Texts of all lengths are padded to one, as later tokens change nothing, and so share a
+    program.
+    """
+    text = prompt + new
+    padded = np.zeros((1, TEXT), np.int32)
+    padded[0, : len(text)] = text
+    logits = np.asarray(whole_text(model, padded)[0, len(prompt) - 1 : len(text) - 1])
+    logits = logits.astype(np.float64) / temperature
+    every = logits - np.log(np.sum(np.exp(logits), axis=1, keepdims=True))
+    return every[np.arange(len(new)), new]
+
+
 def generate(
     model: Decoder, policy: Any, draft: Any = None, **settings: Any
 ) -> kvjax.generation.Generation:
@@ -49,10 +75,12 @@ def generate(
 
 @pytest.mark.parametrize("draw", [None, sampling(0.8, top_k=10)], ids=["greedy", "drawn"])
 def test_the_text_is_that_of_full_attention(model: Decoder, draw: Any) -> None:
+    """With the log-probabilities of a pass over the whole text, up to a stop token."""
     settings = {} if draw is None else {"sampling": draw, "key": jax.random.key(5)}
     want = generate(model, kvjax.Full(), stop_tokens=11, **settings)
     sparse = generate(model, POLICY, stop_tokens=11, **settings)
-    found = generate(model, POLICY, SelfDraft(tokens=3), stop_tokens=11, **settings)
+    settings |= {"stop_tokens": 11, "log_probabilities": True}
+    found = generate(model, POLICY, SelfDraft(tokens=3), **settings)
     assert sparse.rows != want.rows, "the selection misses nothing, so this shows nothing"
     assert found.rows == want.rows
     np.testing.assert_allclose(found.logits, want.logits, atol=1e-4)
@@ -63,6 +91,36 @@ def test_the_text_is_that_of_full_attention(model: Decoder, draw: Any) -> None:
     assert told.steps + told.accepted == sum(map(len, want.rows))
     assert told.accepted > 0
     kvjax.raise_on_overflow(found.cache)
+    assert found.log_probabilities is not None
+    temperature = 1.0 if draw is None else 0.8
+    for prompt, new, told_of in zip(PROMPT, found.rows, found.log_probabilities, strict=True):
+        likely = of_whole_text(model, prompt, new, temperature)
+        np.testing.assert_allclose(told_of[: len(new)], likely, atol=1e-4)
+        np.testing.assert_array_equal(told_of[len(new) :], 0)
+
+
+def test_a_stream_has_log_probabilities_so_far(model: Decoder) -> None:
+    """Of tokens by blocks, as of a whole generation; the same as `decode` from the logits."""
+    want = generate(
+        model, POLICY, SelfDraft(tokens=3), log_probabilities=True
+    ).log_probabilities
+    assert want is not None
+    cache = kvjax.init(POLICY, model.spec(3, 96), layers=CONFIG.layers)
+    run = kvjax.stream(
+        model,
+        cache,
+        PROMPT,
+        max_new_tokens=NEW,
+        block=7,
+        draft=SelfDraft(tokens=3),
+        log_probabilities=True,
+    )
+    next(run)
+    assert run.log_probabilities is not None
+    for row, tokens in zip(run.log_probabilities, run.rows, strict=True):
+        assert 0 < len(row) == len(tokens) < NEW
+    list(run)
+    np.testing.assert_allclose(run.log_probabilities, want, atol=1e-5)
 
 
 WINDOW = kvjax.Evicting(evictor=kvjax.Sliding(sink=2), budget=24)
@@ -243,12 +301,11 @@ def test_a_model_that_reports_nothing_can_draft(model: Decoder) -> None:
         how |= {"first_chunk": first_chunk, "steps": steps, "exact": exact}
         return model(tokens, cache, **how)
 
-    def drafted(called: Any) -> list[list[int]]:
-        cache = kvjax.init(POLICY, model.spec(3, 96), layers=CONFIG.layers)
-        draft = SelfDraft(tokens=3)
-        return kvjax.generate(called, cache, PROMPT, max_new_tokens=5, draft=draft).rows
-
-    assert drafted(silent) == drafted(model)
+    cache = kvjax.init(POLICY, model.spec(3, 96), layers=CONFIG.layers)
+    drafted = kvjax.generate(
+        silent, cache, PROMPT, max_new_tokens=NEW, draft=SelfDraft(tokens=3)
+    )
+    assert drafted.rows == generate(model, kvjax.Full()).rows
 
 
 def test_where_drafts_do_not_pay_the_text_is_that_of_full_attention(

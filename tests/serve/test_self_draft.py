@@ -14,8 +14,7 @@ from kvjax import SelfDraft
 from kvjax.generation.sampling import sampling
 from kvjax.models import Decoder
 from tests.fuzz import requests as fuzz_requests
-from tests.generation.test_log_probabilities import of_whole_text
-from tests.generation.test_self_draft import CONFIG, POLICY
+from tests.generation.test_self_draft import CONFIG, POLICY, of_whole_text
 
 
 def test_requests_that_take_turns_get_the_text_of_full_attention() -> None:
