@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import repeat
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -26,7 +25,7 @@ from jax.tree_util import register_dataclass
 
 from kvjax.numerics.blocks import put_last
 from kvjax.numerics.partial import Logits, attention_logits
-from kvjax.numerics.types import Bool, Int32
+from kvjax.numerics.types import Bool, Float, Int32
 
 GroupReduce = Literal[
     "mean_query",
@@ -74,6 +73,15 @@ class DealtSelection(NamedTuple):
     slots: Int32[Array, "B K H M"]  # as in a Selection, of the whole history
     valid: Bool[Array, "B K H M"]
     own: Selection | PackedSelection  # in slots of this device
+
+
+class UnitScores(NamedTuple):
+    """Scores of units of one kind, such as those of the history or the pending ones, and which
+    of the units compete.
+    """
+
+    scores: Float[Array, "B K G U"]
+    valid: Bool[Array, "B _ _ U"]  # [B, 1 or K, 1, U], or [B, K, G, U] under "per_head"
 
 
 def unpack(selection: Selection | PackedSelection | DealtSelection) -> Selection:
@@ -212,7 +220,7 @@ class Candidates:
             return number.reshape(-1, 1, 1, 1)
         return jnp.tile(number, (1, self.pending[0].shape[1]))[:, :, None, None]
 
-    def pending_units(self, q: Array, logits: Logits, unit: int = 1) -> tuple[Array, Array]:
+    def pending_units(self, q: Array, logits: Logits, unit: int = 1) -> UnitScores:
         """Exact scores f32[B, K*T, G, W] of the pending units for q [B, K, T*G, D], and which
         of them exist, bool[B, 1 or K*T, 1, W]."""
         keys, start, stop = self.pending
@@ -224,12 +232,13 @@ class Candidates:
         scores = scores[..., : self.pending_slots]
         valid = self.inside(start, stop - self.local, self.pending_slots)
         if unit == 1:
-            return scores, valid
+            return UnitScores(scores, valid)
+        # A page has the score of its best token, and exists if any of them does.
         pages = self.pending_slots // unit
         scores = jnp.where(valid, scores, -jnp.inf).reshape(*scores.shape[:3], pages, unit)
-        return jnp.max(scores, axis=-1), jnp.any(
-            valid.reshape(*valid.shape[:3], pages, unit), axis=-1
-        )
+        best = jnp.max(scores, axis=-1)
+        exists = jnp.any(valid.reshape(*valid.shape[:3], pages, unit), axis=-1)
+        return UnitScores(best, exists)
 
     def tokens(self, units: Selection, stored: int, unit: int) -> Selection:
         """Returns the tokens of selected units that are candidates themselves, for an index of
@@ -313,32 +322,32 @@ def reduce_scores(
 ) -> Array:
     """Ranks of the units of all parts, one part after the other: f32[B, K, H, U].
 
-    A part has scores f32[B, K, G, U'] and `valid` bool[B, 1 or K, 1, U']; ranks are -inf where
-    it is false. Softmax is over the units of all parts together, or over those whose log of a
-    sum of exponentials is `total` f32[B, K, G, 1].
+    A part is a `UnitScores`, or such a pair. Units that are not valid have rank -inf. Softmax is
+    over the units of all parts together, or over those whose log of a sum of exponentials is
+    `total` f32[B, K, G, 1].
     """
     if group_reduce not in GROUP_REDUCES:
         raise ValueError(
             f"group_reduce={group_reduce!r} must be one of {', '.join(GROUP_REDUCES)}"
         )
-    scores = []
-    for score, valid in parts:
-        scores.append(jnp.where(valid, score, -jnp.inf))
+    scores = [jnp.where(valid, score, -jnp.inf) for score, valid in parts]
     if group_reduce == "per_head":
         return jnp.concatenate(scores, axis=-1)
+
+    # For a softmax, each head's scores less the log of their sum of exponentials.
     if group_reduce in SOFTMAX_REDUCES:
         if total is None:
-            sums = jnp.concatenate(
-                list(map(partial(jax.nn.logsumexp, axis=-1, keepdims=True), scores)), axis=-1
-            )
-            total = jax.nn.logsumexp(sums, axis=-1, keepdims=True)
-        scores = list(
-            map(jnp.subtract, scores, repeat(jnp.where(jnp.isneginf(total), 0.0, total)))
-        )
-    pooled = jnp.concatenate(
-        list(map(partial(_REDUCES[group_reduce], axis=2, keepdims=True), scores)), axis=-1
-    )
-    return pooled - jnp.log(parts[0][0].shape[2]) if group_reduce == "mean_softmax" else pooled
+            sums = [jax.nn.logsumexp(one, axis=-1, keepdims=True) for one in scores]
+            total = jax.nn.logsumexp(jnp.concatenate(sums, axis=-1), axis=-1, keepdims=True)
+        shift = jnp.where(jnp.isneginf(total), 0.0, total)
+        scores = [one - shift for one in scores]
+
+    # The heads of a group become one.
+    reduce = _REDUCES[group_reduce]
+    pooled = jnp.concatenate([reduce(one, axis=2, keepdims=True) for one in scores], axis=-1)
+    if group_reduce == "mean_softmax":
+        return pooled - jnp.log(scores[0].shape[2])  # a mean over the group, not a sum
+    return pooled
 
 
 def in_order(numbers: Array) -> Array:

@@ -24,6 +24,7 @@ from kvjax.numerics.selection import (
     GroupReduce,
     PackedSelection,
     Selection,
+    UnitScores,
     in_order,
     join_lists,
     join_steps,
@@ -432,8 +433,8 @@ def top_k_grouped(
     """Returns the k highest units of all parts for a group of heads: `top_k` of
     `selection.reduce_scores`, in one kernel.
 
-    A part has scores f32[B, K, G, U'] and `valid` bool[B, 1 or K, 1, U'], or [B, K, G, U']
-    under "per_head". Units are numbered on from part to part; softmax is over the valid units
+    A part is a `selection.UnitScores`: scores f32[B, K, G, U'] and `valid` bool[B, 1 or K, 1,
+    U'], or [B, K, G, U'] under "per_head". Units are numbered on from part to part; softmax is over the valid units
     of all parts. The kernel may order units differently if their ranks differ by less than
     rounding.
     """
@@ -501,7 +502,7 @@ def select_top(
     """
     candidates.require(scores.shape[3], unit)
     pending = candidates.pending_units(q, logits, unit)
-    stored = (
+    stored = UnitScores(
         split_steps(scores, candidates.steps),
         candidates.inside(*candidates.span, scores.shape[3], unit),
     )
@@ -509,7 +510,7 @@ def select_top(
 
 
 def _highest(
-    parts: Sequence[tuple[Array, Array]], group_reduce: GroupReduce, candidates: Candidates
+    parts: Sequence[UnitScores], group_reduce: GroupReduce, candidates: Candidates
 ) -> Selection:
     """Returns the highest of each step's parts, scores f32[B, K*T, G, U]: a selection [B, K,
     T*H, k_max].
@@ -729,7 +730,7 @@ def select_4bit(
     candidates.require(M, 1)
     estimates = rerank(rotate_few(q, seed), keys, listed, logits=logits)
     pending = candidates.pending_units(q, logits)
-    stored = (
+    stored = UnitScores(
         split_steps(estimates, candidates.steps),
         split_steps(listed.valid, candidates.steps),
     )
