@@ -193,7 +193,7 @@ class SimHash:
         k = lax.stop_gradient(k).astype(jnp.float32)
         total, centres = self._add(ix, k, at, count)
         if stripes is not None:
-            k = stripes.own(k)
+            k = stripes.take_own(k)
             at = at // stripes.parts
             count = count // stripes.parts
         B, K, T, _ = k.shape

@@ -193,7 +193,7 @@ class StripedFull(Full):
     The state's `count` is that of the whole row, its arrays are those of the device.
     """
 
-    stripes: Stripes
+    stripes: Stripes  # of one token each
 
     def init(self, spec: CacheSpec) -> FullState:
         parts = self.stripes.parts
@@ -217,7 +217,7 @@ class StripedFull(Full):
             own,
             take_rows(k, source),
             take_rows(v, source),
-            self.stripes.owned(after) - own.count,
+            self.stripes.count_own(after) - own.count,
         )
         return FullState(replace(own, count=after), st.overflow | (before + lengths > after))
 
@@ -232,15 +232,15 @@ class StripedFull(Full):
 
     def _attend_span(self, st: FullState, q: Array, span: Span, step: Step) -> Array:
         """One pass over this device's tokens of the span, and one exchange, for all steps."""
-        owned = self.stripes.owned
-        own = span._replace(start=owned(span.start), stop=owned(span.stop))
+        start = self.stripes.count_own(span.start)
+        own = span._replace(start=start, stop=self.stripes.count_own(span.stop))
         part = ops.attend_span(q, own, logits=step.logits, part=True)
         whole = merge_sinks(merge_parts(part, self.stripes.axis), step.sinks)
         return whole.out.astype(q.dtype)
 
     def attend_stored(self, st: FullState, q: Array, step: Step) -> PartialAttention:
         start = chunk_starts(st.length, q.shape[3], step.window)
-        start = None if start is None else self.stripes.owned(start)
+        start = None if start is None else self.stripes.count_own(start)
         own = self._own(st)
         part = attend_zone(q, own.k, own.v, start, own.count, logits=step.logits)
         return merge_chunk(part, self.stripes.axis)
@@ -249,7 +249,7 @@ class StripedFull(Full):
         return self.prefill(st, k, v, count)
 
     def _own(self, st: FullState) -> Block:
-        return replace(st.tokens, count=self.stripes.owned(st.length))
+        return replace(st.tokens, count=self.stripes.count_own(st.length))
 
     def _slots(self, st: FullState) -> int:
         return st.tokens.slots * self.stripes.parts

@@ -16,7 +16,7 @@ from jax.tree_util import register_dataclass
 from kvjax.memory import growth
 from kvjax.numerics.partial import Logits, PartialAttention, softmax_weights
 from kvjax.numerics.selection import PackedSelection, Selection
-from kvjax.sharding.context import Axis, refuse_share
+from kvjax.sharding.context import Axis, no_share
 from kvjax.spec import CacheSpec
 from kvjax.validation import refuse_former_verbs, short_repr
 
@@ -310,7 +310,7 @@ class Policy:
           ValueError: as `over_context`; or a policy that selects, but not by share.
         """
         if self.selects:
-            raise ValueError(refuse_share(self))
+            raise ValueError(no_share(self))
         return self.over_context(axis, parts)
 
     def stripes_per_device(self, spec: CacheSpec, parts: int) -> int:

@@ -32,7 +32,7 @@ from kvjax.policies.retrieval import Retrieval
 from kvjax.policies.shared import Follower
 from kvjax.policies.zones import Visible, ZonedState
 from kvjax.selectors import Candidates
-from kvjax.sharding.context import Axis, refuse_share
+from kvjax.sharding.context import Axis, no_share
 from kvjax.spec import CacheSpec, keep_ints, keep_number
 from kvjax.stores.store import Recalled, flat
 
@@ -576,7 +576,7 @@ class Speculative(Policy):
         return replace(self, retrieval=self.retrieval.over_context(axis, parts))
 
     def over_context_by_share(self, axis: Axis, parts: int) -> Speculative:
-        raise ValueError(refuse_share(self))
+        raise ValueError(no_share(self))
 
     def stripes_per_device(self, spec: CacheSpec, parts: int) -> int:
         return self.retrieval.stripes_per_device(spec, parts)

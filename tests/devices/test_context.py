@@ -418,14 +418,14 @@ def test_devices_count_their_own_among_the_first_of_all(offers: int, wanted: int
     places = np.where(ranks == 0, np.iinfo(np.int32).max, places)
     order = np.lexsort((places, -ranks))
     ranks, places = (np.take_along_axis(a, order, axis=-1) for a in (ranks, places))
-    every = [
-        jnp.asarray(a, dtype).reshape(2, 1, 1, -1)
-        for a, dtype in ((ranks, jnp.uint32), (places, jnp.int32))
-    ]
+    of_all = context.Offers(
+        rank=jnp.asarray(ranks, jnp.uint32).reshape(2, 1, 1, -1),
+        place=jnp.asarray(places, jnp.int32).reshape(2, 1, 1, -1),
+    )
     for device in range(4):
-        own = [a.reshape(2, 1, 1, 4, offers)[:, :, :, device] for a in every]
+        own = context.Offers(*(a.reshape(2, 1, 1, 4, offers)[:, :, :, device] for a in of_all))
         got = jax.jit(context.count_taken)(
-            own, every, jnp.full((1, 1, 1, 1), wanted, jnp.int32)
+            own, of_all, jnp.full((1, 1, 1, 1), wanted, jnp.int32)
         )
         for row in range(2):
             best = np.lexsort((places[row].reshape(-1), -ranks[row].reshape(-1)))[:wanted]

@@ -194,7 +194,7 @@ def test_shares_of_a_count_add_up() -> None:
     stripes = Stripes("ctx", 3, 2)
     device = jnp.arange(3)[:, None]
     count = jnp.arange(50)[None]
-    share = np.asarray(stripes.share(count, device))
+    share = np.asarray(stripes.even_share(count, device))
     np.testing.assert_array_equal(share.sum(axis=0), np.arange(50))
     assert np.all(np.diff(share, axis=0) <= 0)
     assert np.all(share[0] - share[-1] <= 1)

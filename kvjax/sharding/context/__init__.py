@@ -3,14 +3,17 @@ a part of the history.
 
     place of a token in the history    0 1 | 2 3 | 4 5 | 6 7 | 8 9 | ...      stripes of 2 tokens
     device                              0  |  1  |  0  |  1  |  0  | ...      2 devices
+    slot on that device                0 1 | 0 1 | 2 3 | 2 3 | 4 5 | ...
+    turn                                    0    |     1     |   2 ...
 
-Stripes go to the devices in turn, so all hold the same number of tokens. A policy's store and
-selector are replaced by `StripedStore` and `StripedSelector` (`stores.split_store`,
-`selectors.split_selector`), which take slots of the whole history and keep the stripes of their
-device. Each device attends to its own tokens, and the
-parts merge by their log-sum-exp; it offers its best units as pairs of score and place, and
-counts how many of its own are among the best of all, as one device would select. Or it selects
-its share of the budget from its own units alone (`shares`).
+A *place* numbers the tokens of the whole history, a *slot* those that one device has. Stripes
+go to the devices in turn, so all hold the same number of tokens; a *turn* is one stripe of each
+device. A policy's store and selector are replaced by `StripedStore` and `StripedSelector`
+(`stores.split_store`, `selectors.split_selector`), which take places as their slots and keep the
+stripes of their device. Each device attends to its own tokens, and the parts merge by their
+log-sum-exp; it offers its best units as pairs of rank and place, and counts how many of its own
+are among the best of all, as one device would select. Or it selects its share of the budget
+from its own units alone (`shares`).
 
 Every device holds the whole sink and recent block, and the first attends to them. The functions
 here run inside of `kvjax.sharding.placement.run_on_parts`.
@@ -24,7 +27,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -39,11 +42,19 @@ PREFIXES = "a Placement cannot split the tokens of rows that share prefixes; spl
 class Stripes:
     """How the places of a history are dealt: `tokens` at a time, to each of `parts` devices in
     turn.
+
+    Methods that depend on a device are those of the device that runs them, in `shard_map`,
+    unless they are given another.
     """
 
     axis: Axis  # of the mesh
     parts: int
     tokens: int
+
+    @property
+    def turn(self) -> int:
+        """Tokens of one stripe of each device."""
+        return self.tokens * self.parts
 
     @property
     def device(self) -> Array:
@@ -54,25 +65,26 @@ class Stripes:
         """Raises ValueError if a selector or a store does not take the chunks of a history, or
         a device's part.
         """
-        part.check(spec, whole := self.tokens * self.parts)
+        part.check(spec, self.turn)
         try:
             part.check(spec, self.tokens)
         except ValueError as error:
-            chunk = f"a chunk of {whole} tokens is split over {self.parts} devices of context"
+            chunk = (
+                f"a chunk of {self.turn} tokens is split over {self.parts} devices of context"
+            )
             raise ValueError(
                 f"{chunk}: {error}, or larger chunks (`chunk` of a preset)"
             ) from error
 
-    def owned(self, places: Array, device: Array | None = None) -> Array:
+    def count_own(self, places: Array, device: Array | None = None) -> Array:
         """How many of the first `places` tokens this device has, or another one, which is also
         the slot of its next one.
         """
         device = self.device if device is None else device
-        turn = self.tokens * self.parts
-        rest = places % turn - device * self.tokens
-        return places // turn * self.tokens + jnp.clip(rest, 0, self.tokens)
+        of_last_turn = places % self.turn - device * self.tokens
+        return places // self.turn * self.tokens + jnp.clip(of_last_turn, 0, self.tokens)
 
-    def share(self, count: Array, device: Array | None = None) -> Array:
+    def even_share(self, count: Array, device: Array | None = None) -> Array:
         """How many of `count` things are for this device, or another one, if all get equally
         many, and the first devices one more where that does not come out even.
         """
@@ -81,47 +93,47 @@ class Stripes:
 
     def max_tokens(self, run: int) -> int:
         """Returns the most tokens that a device can have of `run` adjacent ones."""
-        turns, rest = divmod(run, self.tokens * self.parts)
+        turns, rest = divmod(run, self.turn)
         return turns * self.tokens + min(self.tokens, rest)
 
     def place(self, slot: Array) -> Array:
         """Returns the place of the token in a slot of this device."""
-        return (
-            slot // self.tokens * self.parts + self.device
-        ) * self.tokens + slot % self.tokens
+        turn = slot // self.tokens
+        stripe = turn * self.parts + self.device
+        return stripe * self.tokens + slot % self.tokens
 
     def slot(self, place: Array) -> tuple[Array, Array]:
         """Returns the slot of the token at a place, on the device that has it, and bool:
         whether that is this device.
         """
         stripe = place // self.tokens
-        return (
-            stripe // self.parts * self.tokens + place % self.tokens,
-            stripe % self.parts == self.device,
-        )
+        turn = stripe // self.parts
+        slot = turn * self.tokens + place % self.tokens
+        return slot, stripe % self.parts == self.device
 
-    def own(self, tokens: Array) -> Array:
+    def take_own(self, tokens: Array) -> Array:
         """This device's tokens [B, K, T / parts, ...] of whole turns [B, K, T, ...]."""
         B, K, T, *rest = tokens.shape
-        dealt = tokens.reshape(
-            B, K, T // (self.parts * self.tokens), self.parts, self.tokens, *rest
-        )
-        return lax.dynamic_index_in_dim(dealt, self.device, axis=3, keepdims=False).reshape(
-            B, K, -1, *rest
-        )
+        dealt = tokens.reshape(B, K, T // self.turn, self.parts, self.tokens, *rest)
+        own = lax.dynamic_index_in_dim(dealt, self.device, axis=3, keepdims=False)
+        return own.reshape(B, K, -1, *rest)
 
     def gather(self, units: Array, unit: int) -> Array:
         """Returns the units [..., parts * U] of all devices by place, of U units [..., U] of
         `unit` tokens on each device.
         """
         *lead, U = units.shape
-        every = lax.all_gather(
-            units.reshape(*lead, U * unit // self.tokens, 1, self.tokens // unit), self.axis
-        )
-        return jnp.moveaxis(every[..., 0, :], 0, -2).reshape(*lead, U * self.parts)
+        units_of_stripe = self.tokens // unit
+        stripes = units.reshape(*lead, U // units_of_stripe, 1, units_of_stripe)
+        of_all = lax.all_gather(stripes, self.axis)  # [parts, ..., turns, 1, units of a stripe]
+        by_turn = jnp.moveaxis(
+            of_all[..., 0, :], 0, -2
+        )  # [..., turns, parts, units of a stripe]
+        return by_turn.reshape(*lead, U * self.parts)
 
 
-def refuse_share(what: Any) -> str:
+def no_share(what: Any) -> str:
+    """Says why a placement cannot let each device select its share, for an error."""
     return (
         f"{what} makes one selection for all devices, of which none can make its share alone; use "
         'Placement(selection="exact")'
@@ -139,64 +151,82 @@ def share_of_highest(marks: Array, count: Array, levels: int, stripes: Stripes) 
     Args:
       count: i32[B]; fewer are counted if there are not as many tokens.
     """
+    # How many tokens reach each level from 1 on, here and on all devices: [B, K, G, levels + 1].
     level = jnp.arange(1, levels + 2, dtype=jnp.uint8)[None, None, None, :, None]
-    own = jnp.sum(marks[..., None, :] >= level, axis=-1, dtype=jnp.int32)
-    every = lax.psum(own, stripes.axis)
-    count = jnp.minimum(count[:, None, None], every[..., 0])
-    least = jnp.sum(every >= count[..., None], axis=-1, keepdims=True, dtype=jnp.int32)
-    above, own_above = (
-        jnp.take_along_axis(a, least, axis=-1, mode="fill", fill_value=0)[..., 0]
-        for a in (every, own)
-    )
+    own_reach = jnp.sum(marks[..., None, :] >= level, axis=-1, dtype=jnp.int32)
+    all_reach = lax.psum(own_reach, stripes.axis)
+    count = jnp.minimum(count[:, None, None], all_reach[..., 0])
 
-    tied = (marks == least.astype(jnp.uint8)).reshape(*marks.shape[:3], -1, stripes.tokens)
-    tied = jnp.sum(tied, axis=-1, dtype=jnp.int32)
-    turns = jnp.moveaxis(lax.all_gather(tied, stripes.axis), 0, -1)  # [B, K, G, turns, parts]
-    flat = turns.reshape(*tied.shape[:3], -1)
-    before = (lax.cumsum(flat, axis=3) - flat).reshape(turns.shape)
-    before = lax.dynamic_index_in_dim(before, stripes.device, axis=4, keepdims=False)
-    spare = (count - above)[..., None]
-    return own_above + jnp.sum(jnp.clip(spare - before, 0, tied), axis=-1, dtype=jnp.int32)
+    # All tokens above the mark `least` are among the highest, and some of those that have it.
+    least = jnp.sum(all_reach >= count[..., None], axis=-1, keepdims=True, dtype=jnp.int32)
+    above = _at_level(all_reach, least)
+    own_above = _at_level(own_reach, least)
+    room = (count - above)[..., None]
+
+    # Those go by place: a stripe gets what the stripes before it, on all devices, leave.
+    is_tied = (marks == least.astype(jnp.uint8)).reshape(*marks.shape[:3], -1, stripes.tokens)
+    tied = jnp.sum(is_tied, axis=-1, dtype=jnp.int32)  # [B, K, G, turns]
+    by_turn = jnp.moveaxis(lax.all_gather(tied, stripes.axis), 0, -1)  # [..., turns, parts]
+    in_order = by_turn.reshape(*tied.shape[:3], -1)
+    before = (lax.cumsum(in_order, axis=3) - in_order).reshape(by_turn.shape)
+    own_before = lax.dynamic_index_in_dim(before, stripes.device, axis=4, keepdims=False)
+    of_tied = jnp.sum(jnp.clip(room - own_before, 0, tied), axis=-1, dtype=jnp.int32)
+    return own_above + of_tied
 
 
-def count_taken(own: tuple[Array, Array], every: tuple[Array, Array], k: Array) -> Array:
+def _at_level(reach: Array, level: Array) -> Array:
+    """i32[B, K, G]: the entry `level` i32[B, K, G, 1] of i32[B, K, G, levels + 1], 0 past it."""
+    return jnp.take_along_axis(reach, level, axis=-1, mode="fill", fill_value=0)[..., 0]
+
+
+class Offers(NamedTuple):
+    """Units that devices offer for a selection, best first and equal ones by place. An offer
+    without a unit has rank 0.
+    """
+
+    rank: Array  # u32[B, K, H, n]
+    place: Array  # i32[B, K, H, n] in the whole history
+
+
+def count_taken(own: Offers, of_all: Offers, k: Array) -> Array:
     """How many offers of this device are among the first k of all devices: i32[B, K, H].
 
-    `own` are ranks u32[B, K, H, n] and places i32[B, K, H, n], highest rank first and ties by
-    place, as are those of each device in `every` [B, K, H, devices * n]; k is broadcastable to
-    [B, K, H, 1]. An offer without a unit ranks
-    0. Those that are taken come first, so only every `block`-th offer is compared with all, and
-      then one block.
+    `own` has n offers of each list, and `of_all` those of each device, one device after the
+    other; k is broadcastable to [B, K, H, 1].
     """
-    *lead, n = own[0].shape
+    *lead, n = own.rank.shape
     if n == 0:
         return jnp.zeros(lead, jnp.int32)
-    block = math.isqrt(n)
 
     def taken(at: Array) -> Array:
-        rank, place = (
-            jnp.take_along_axis(a, jnp.minimum(at, n - 1), axis=-1)[..., None] for a in own
-        )
-        ranks, places = (a[..., None, :] for a in every)
-        before = jnp.sum(
-            (ranks > rank) | ((ranks == rank) & (places < place)), axis=-1, dtype=jnp.int32
-        )
-        return jnp.sum((before < k) & (rank[..., 0] > 0) & (at < n), axis=-1, dtype=jnp.int32)
+        """How many of the offers at places i32[..., m] of the list are taken; none past n."""
+        index = jnp.minimum(at, n - 1)
+        rank = jnp.take_along_axis(own.rank, index, axis=-1)[..., None]
+        place = jnp.take_along_axis(own.place, index, axis=-1)[..., None]
+        ranks = of_all.rank[..., None, :]
+        places = of_all.place[..., None, :]
+        is_before = (ranks > rank) | ((ranks == rank) & (places < place))
+        before = jnp.sum(is_before, axis=-1, dtype=jnp.int32)
+        is_taken = (before < k) & (rank[..., 0] > 0) & (at < n)
+        return jnp.sum(is_taken, axis=-1, dtype=jnp.int32)
 
-    first = jnp.broadcast_to(jnp.arange(0, n, block, dtype=jnp.int32), (*lead, -(-n // block)))
-    whole = jnp.maximum(taken(first) - 1, 0) * block
-    return whole + taken(
-        whole[..., None] + jnp.arange(block, dtype=jnp.int32)[None, None, None]
-    )
+    # The taken ones come first in the list, so only the first offer of each block is compared
+    # with all, and then those of the last block whose first is taken.
+    block = math.isqrt(n)
+    firsts = jnp.arange(0, n, block, dtype=jnp.int32)
+    firsts = jnp.broadcast_to(firsts, (*lead, -(-n // block)))
+    full = jnp.maximum(taken(firsts) - 1, 0) * block
+    in_last = full[..., None] + jnp.arange(block, dtype=jnp.int32)[None, None, None]
+    return full + taken(in_last)
 
 
 def merge_parts(part: PartialAttention, axis: Axis) -> PartialAttention:
     """Returns the attention over the tokens of all devices, for the queries of a step: one
     all-gather of D + 1 numbers per query head.
     """
-    every = lax.all_gather(jnp.concatenate([part.out, part.lse[..., None]], axis=-1), axis)
-    outs = [one[..., :-1] for one in every]
-    lses = [one[..., -1:] for one in every]
+    of_all = lax.all_gather(jnp.concatenate([part.out, part.lse[..., None]], axis=-1), axis)
+    outs = [one[..., :-1] for one in of_all]
+    lses = [one[..., -1:] for one in of_all]
     top = lax.stop_gradient(functools.reduce(jnp.maximum, lses))
     shift = jnp.where(jnp.isneginf(top), 0.0, top)
     # Sums by hand, part by part: a GPU then merges in one kernel, and a reduction would be another.

@@ -23,6 +23,7 @@ from kvjax.numerics.selection import (
     DealtSelection,
     PackedSelection,
     Selection,
+    UnitScores,
     by_row,
     unpack,
 )
@@ -31,7 +32,7 @@ from kvjax.selectors.paris import Directions, Paris, ParisIndex
 from kvjax.selectors.planes import SignPlane
 from kvjax.selectors.prefixed import PrefixedSelector
 from kvjax.selectors.selector import Selector, Wrapper
-from kvjax.sharding.context import PREFIXES, Stripes, count_taken, share_of_highest
+from kvjax.sharding.context import PREFIXES, Offers, Stripes, count_taken, share_of_highest
 from kvjax.spec import CacheSpec
 
 NOWHERE = int(np.iinfo(np.int32).max)  # the place of units that are not valid
@@ -72,7 +73,7 @@ class StripedSelector(Wrapper):
 
     def append(self, ix: Any, k: Array, at: Array, count: Array) -> Any:
         parts = self.stripes.parts
-        return self.selector.append(ix, self.stripes.own(k), at // parts, count // parts)
+        return self.selector.append(ix, self.stripes.take_own(k), at // parts, count // parts)
 
     def truncate(self, ix: Any, count: Array) -> Any:
         return self.selector.truncate(ix, count // self.stripes.parts)
@@ -104,51 +105,52 @@ class StripedSelector(Wrapper):
         # A selection has no derivative, nor has the sum of `sum_in_one_pass`.
         q = lax.stop_gradient(q)
         start, stop = (jnp.asarray(x, jnp.int32) for x in candidates.span)
-        own = replace(candidates, span=(self.stripes.owned(start), self.stripes.owned(stop)))
+        own_span = self.stripes.count_own(start), self.stripes.count_own(stop)
+        own = replace(candidates, span=own_span)
         history, pending = self._scored(ix, q, candidates, own, logits)
-        units = history[0].shape[3]
+        units = history.scores.shape[3]
 
         # Each device offers its best units, and sees the offers of all.
-        most = min(candidates.k_max, units + pending[0].shape[3])
+        most = min(candidates.k_max, units + pending.scores.shape[3])
         total = self._log_sum((history, pending))
         best, rank = rank_grouped((history, pending), self.group_reduce, most, total)
-        place = self._places(best, units)
-        every = self._offers(rank, place)
+        own_offers = Offers(rank, self._places(best, units))
+        offers = self._offers_of_all(own_offers)
 
-        # Its own part of the selection, which it attends to.
+        # Its own part of the selection, which it attends to: its first offers.
         k = by_row(candidates.k)
-        taken = PackedSelection(best.slots, count_taken((rank, place), every, k))
-        mine = taken if self.unit == 1 else own.tokens(unpack(taken), units, self.unit)
+        taken = PackedSelection(best.slots, count_taken(own_offers, offers, k))
+        own_tokens = taken if self.unit == 1 else own.tokens(unpack(taken), units, self.unit)
 
         # The whole selection, which a step that keeps no Info does not compute.
-        whole = first_places(*every, candidates.k_max)
-        first = (whole < NOWHERE) & (
-            jnp.arange(whole.shape[3], dtype=jnp.int32)[None, None, None] < k
-        )
-        slots = Selection(jnp.where(first, whole, 0), first)
-        tokens = candidates.tokens(slots, units * self.stripes.parts, self.unit)
-        return DealtSelection(*tokens, mine)
+        places = first_places(offers.rank, offers.place, candidates.k_max)
+        at = jnp.arange(places.shape[3], dtype=jnp.int32)[None, None, None]
+        valid = (places < NOWHERE) & (at < k)
+        whole = Selection(jnp.where(valid, places, 0), valid)
+        tokens = candidates.tokens(whole, units * self.stripes.parts, self.unit)
+        return DealtSelection(*tokens, own_tokens)
 
     def _scored(
         self, ix: Any, q: Array, candidates: Candidates, own: Candidates, logits: Logits
-    ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-        """Scores f32[B, K, G, U], and which of them count, of this device's units of the
-        history and of the pending units, which the first device offers.
+    ) -> tuple[UnitScores, UnitScores]:
+        """The scores of this device's units of the history, which are those of `own`, and of
+        the pending units, which the first device offers.
         """
         scores = self.score_own(ix, q, logits=logits)
         scored = self.with_pending(candidates, q)
         pending, exist = scored.pending_units(q, logits, self.unit)
         inside = own.inside(*own.span, scores.shape[3], self.unit)
-        return (scores, inside), (pending, exist & (self.stripes.device == 0))
+        first = self.stripes.device == 0
+        return UnitScores(scores, inside), UnitScores(pending, exist & first)
 
-    def _log_sum(self, parts: tuple[tuple[Array, Array], ...]) -> Array | None:
+    def _log_sum(self, parts: Sequence[UnitScores]) -> Array | None:
         """f32[B, K, G, 1]: the log-sum-exp of the scores of all devices; None for a rule that
         needs none.
         """
         if self.group_reduce not in SOFTMAX_REDUCES:
             return None
-        every = lax.all_gather(log_sum_in_one_pass(parts), self.stripes.axis)
-        return jax.nn.logsumexp(every, axis=0)[..., None]
+        of_all = lax.all_gather(log_sum_in_one_pass(parts), self.stripes.axis)
+        return jax.nn.logsumexp(of_all, axis=0)[..., None]
 
     def _places(self, best: Selection, units: int) -> Array:
         """Returns the places of this device's best units among the units of all devices, where
@@ -161,16 +163,15 @@ class StripedSelector(Wrapper):
         place = jnp.where(best.slots < units, in_history, past_history)
         return jnp.where(best.valid, place, NOWHERE)
 
-    def _offers(self, rank: Array, place: Array) -> tuple[Array, Array]:
-        """Returns the ranks, as u32, and the places of the best units of all devices, in one
-        exchange.
-        """
-        mine = jnp.stack([lax.bitcast_convert_type(rank, jnp.int32), place])
-        offers = lax.all_gather(mine, self.stripes.axis)
-        ranks, places = (
-            jnp.moveaxis(offers[:, i], 0, 3).reshape(*rank.shape[:3], -1) for i in range(2)
-        )
-        return lax.bitcast_convert_type(ranks, jnp.uint32), places
+    def _offers_of_all(self, own: Offers) -> Offers:
+        """Returns the offers of all devices, one device after the other, in one exchange."""
+        lead = own.rank.shape[:3]
+        # Ranks go as i32 beside the places, so that one exchange gathers both.
+        pair = jnp.stack([lax.bitcast_convert_type(own.rank, jnp.int32), own.place])
+        pairs = lax.all_gather(pair, self.stripes.axis)  # i32[devices, 2, B, K, H, n]
+        rank = jnp.moveaxis(pairs[:, 0], 0, 3).reshape(*lead, -1)
+        place = jnp.moveaxis(pairs[:, 1], 0, 3).reshape(*lead, -1)
+        return Offers(lax.bitcast_convert_type(rank, jnp.uint32), place)
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,8 @@ class StripedParis(StripedSelector):
 
     Votes follow from the counts, so each device finds those of its own keys. The candidates are
     the same as on a single device: devices exchange how many keys have how many votes, and each
-    reranks its own candidates.
+    reranks its own candidates. The steps of this are those of `Paris` (`_tally`, `_counted`,
+    `_votes`, `_with_estimates`), called with a device's keys.
     """
 
     selector: Paris
@@ -191,15 +193,17 @@ class StripedParis(StripedSelector):
         """
         paris = self.selector
         stripes = self.stripes
-        room = Directions(
-            *(jnp.zeros((*a.shape[:2], k.shape[2], *a.shape[3:]), a.dtype) for a in ix.codes)
-        )
-        chunk = paris.append(ix._replace(codes=room), k, jnp.zeros_like(at), count)
-        parts = zip(ix.codes, chunk.codes, strict=True)
-        written = (
-            write(a, stripes.own(b), at // stripes.parts, count // stripes.parts)
-            for a, b in parts
-        )
+        # The counts of `ix` and of the chunk, beside codes of the chunk alone.
+        T = k.shape[2]
+        room = [jnp.zeros((*a.shape[:2], T, *a.shape[3:]), a.dtype) for a in ix.codes]
+        chunk = paris.append(ix._replace(codes=Directions(*room)), k, jnp.zeros_like(at), count)
+
+        own_at = at // stripes.parts
+        own_count = count // stripes.parts
+        written = [
+            write(stored, stripes.take_own(new), own_at, own_count)
+            for stored, new in zip(ix.codes, chunk.codes, strict=True)
+        ]
         return chunk._replace(codes=Directions(*written))
 
     def truncate(self, ix: ParisIndex, count: Array) -> ParisIndex:
@@ -208,7 +212,7 @@ class StripedParis(StripedSelector):
 
     def score_own(self, ix: ParisIndex, q: Array, *, logits: Logits) -> Array:
         return self._score_seen(
-            ix, q, 0, self.stripes.owned(self.selector._length(ix.counts)), logits=logits
+            ix, q, 0, self.stripes.count_own(self.selector._length(ix.counts)), logits=logits
         )
 
     def score_visible(
@@ -219,16 +223,17 @@ class StripedParis(StripedSelector):
         paris = self.selector
         B, _, S, _ = ix.codes.signs.shape
         bounds = (jnp.broadcast_to(jnp.asarray(x, jnp.int32), (B,)) for x in candidates.span)
-        start, stop = (self.stripes.owned(x) for x in bounds)
-        slot = (
-            start[:, None]
-            + jnp.arange(min(self.stripes.max_tokens(window), S), dtype=jnp.int32)[None]
-        )
-        counts = paris._tally(
-            jnp.zeros_like(ix.counts), take_rows(ix.codes.signs, slot), slot < stop[:, None]
-        )
+        start, stop = (self.stripes.count_own(x) for x in bounds)
+
+        # The counts of the visible tokens alone, on all devices.
+        most = min(self.stripes.max_tokens(window), S)
+        slot = start[:, None] + jnp.arange(most, dtype=jnp.int32)[None]
+        signs = take_rows(ix.codes.signs, slot)
+        counts = paris._tally(jnp.zeros_like(ix.counts), signs, slot < stop[:, None])
         visible = paris._counted(ix.codes, lax.psum(counts, self.stripes.axis))
-        return self.stripes.gather(self._score_seen(visible, q, start, stop, logits=logits), 1)
+
+        own = self._score_seen(visible, q, start, stop, logits=logits)
+        return self.stripes.gather(own, 1)
 
     def select(
         self, ix: ParisIndex, q: Array, candidates: Candidates, *, logits: Logits
@@ -244,7 +249,7 @@ class StripedParis(StripedSelector):
         of the candidates. Under a sliding window both are those of its own visible tokens.
         """
         if own.window is None:
-            ix = ix._replace(candidates=self.stripes.share(ix.candidates))
+            ix = ix._replace(candidates=self.stripes.even_share(ix.candidates))
         return self.selector.select(ix, q, own, logits=logits)
 
     def _score_seen(
@@ -254,13 +259,16 @@ class StripedParis(StripedSelector):
         device.
         """
         paris = self.selector
-        votes = self.selector._votes(ix, q)
+        votes = paris._votes(ix, q)
         B, K, G, S = votes.shape
+
+        # The votes of seen keys from 1 on: 0 is for those that are not seen.
         slot = jnp.arange(S, dtype=jnp.int32)[None]
-        seen = (slot >= jnp.reshape(jnp.asarray(start, jnp.int32), (-1, 1))) & (
-            slot < stop[:, None]
-        )
+        past_start = slot >= jnp.reshape(jnp.asarray(start, jnp.int32), (-1, 1))
+        seen = past_start & (slot < stop[:, None])
         marks = jnp.where(seen[:, None, None], votes + jnp.uint8(1), jnp.uint8(0))
+
+        # This device's keys among those with the most votes on all devices are reranked.
         room = paris.room(S * self.stripes.parts)
         levels = ix.limits.shape[1] * ix.codes.subspaces + 1
         count = share_of_highest(marks, jnp.minimum(ix.candidates, room), levels, self.stripes)
@@ -291,18 +299,20 @@ def _(selector: PrefixedSelector, stripes: Stripes) -> Selector:
     raise ValueError(PREFIXES)
 
 
-def log_sum_in_one_pass(parts: Sequence[tuple[Array, Array]]) -> Array:
-    """f32[B, K, G]: log of the sum of exponentials of all scores, by one kernel that reads each
-    of them once.
+def log_sum_in_one_pass(parts: Sequence[UnitScores]) -> Array:
+    """f32[B, K, G]: log of the sum of exponentials of all valid scores, by one kernel that reads
+    each of them once.
     """
-    scores = lax.stop_gradient(
-        jnp.concatenate([jnp.where(valid, score, -jnp.inf) for score, valid in parts], axis=-1)
-    )
+    masked = [jnp.where(part.valid, part.scores, -jnp.inf) for part in parts]
+    scores = lax.stop_gradient(jnp.concatenate(masked, axis=-1))
 
     def add(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
-        top = jnp.maximum(a[0], b[0])
+        """Adds two sums, each as (the largest score, the sum of exp(score - largest))."""
+        top_a, total_a = a
+        top_b, total_b = b
+        top = jnp.maximum(top_a, top_b)
         shift = jnp.where(jnp.isneginf(top), 0.0, top)
-        return top, a[1] * jnp.exp(a[0] - shift) + b[1] * jnp.exp(b[0] - shift)
+        return top, total_a * jnp.exp(top_a - shift) + total_b * jnp.exp(top_b - shift)
 
     nothing = jnp.float32(-jnp.inf), jnp.float32(0)
     top, total = lax.reduce((scores, jnp.ones_like(scores)), nothing, add, dimensions=(3,))
@@ -311,7 +321,7 @@ def log_sum_in_one_pass(parts: Sequence[tuple[Array, Array]]) -> Array:
 
 def first_places(rank: Array, place: Array, room: int) -> Array:
     """i32[..., room]: the places that rank highest, best first; ties go to the lower place."""
-    _, place = lax.sort(
-        (~rank, place), num_keys=2, is_stable=False
-    )  # places differ, but for NOWHERE
+    # A sort goes up, so ~rank puts the highest first. Places differ but for NOWHERE, so it need
+    # not be stable.
+    _, place = lax.sort((~rank, place), num_keys=2, is_stable=False)
     return place[..., :room]

@@ -32,7 +32,7 @@ from kvjax.numerics.selection import (
     unpack,
 )
 from kvjax.selectors.selector import Selector, Wrapper
-from kvjax.sharding.context import Stripes, refuse_share
+from kvjax.sharding.context import Stripes, no_share
 from kvjax.sharding.context.selectors import NOWHERE, StripedSelector, split_selector
 
 
@@ -49,7 +49,7 @@ def share_selector(selector: Selector, stripes: Stripes) -> Selector:
         return ShareSelector(striped)
     if striped is selector:
         return selector
-    raise ValueError(refuse_share(selector))
+    raise ValueError(no_share(selector))
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,13 @@ class ShareSelector(Wrapper):
         """A `DealtSelection`: the units that rank highest on this device, and those of all
         devices, which a step that keeps no Info does not exchange.
         """
-        own = self._own(candidates)
-        mine = self.selector.select_own(ix, q, own, logits=logits)
+        own_candidates = self._own_candidates(candidates)
+        own = self.selector.select_own(ix, q, own_candidates, logits=logits)
         assert candidates.stored_slots is not None  # a policy over context knows them
-        whole = on_all_devices(mine, candidates.stored_slots, self.selector.stripes)
-        return DealtSelection(*whole, mine)
+        whole = on_all_devices(own, candidates.stored_slots, self.selector.stripes)
+        return DealtSelection(*whole, own)
 
-    def _own(self, candidates: Candidates) -> Candidates:
+    def _own_candidates(self, candidates: Candidates) -> Candidates:
         """The candidates of this device, in its slots, and its share of the budget."""
         stripes = self.selector.stripes
         start, stop = candidates.span
@@ -83,13 +83,13 @@ class ShareSelector(Wrapper):
             share = self._equal_share(candidates)
             most = -(-candidates.k_max // stripes.parts)
         else:
-            start = stripes.owned(jnp.asarray(start, jnp.int32))
+            start = stripes.count_own(jnp.asarray(start, jnp.int32))
             share = self._share_in_window(candidates)
             most = self._most_units(candidates)
             window = stripes.max_tokens(window)
         return replace(
             candidates,
-            span=(start, stripes.owned(stop)),
+            span=(start, stripes.count_own(stop)),
             pending=self._own_pending(candidates),
             k=share,
             k_max=most,
@@ -101,10 +101,12 @@ class ShareSelector(Wrapper):
         stripes = self.selector.stripes
         keys, start, stop = candidates.pending
         first, count = self._pending_units(candidates)
+        # Units of the devices before this one, of which the first ones have one more.
         before = stripes.device * (count // stripes.parts)
         before += jnp.minimum(stripes.device, count % stripes.parts)
         lowest = (first + before) * self.unit
-        end = lowest + stripes.share(count) * self.unit
+        end = lowest + stripes.even_share(count) * self.unit
+        # The stop of pending slots counts the local window, which does not compete.
         return keys, jnp.maximum(start, lowest), jnp.minimum(stop, end + candidates.local)
 
     def _pending_units(self, candidates: Candidates) -> tuple[Array, Array]:
@@ -122,17 +124,17 @@ class ShareSelector(Wrapper):
         k = candidates.k
         if isinstance(k, int) and k % stripes.parts == 0:
             return k // stripes.parts
-        return stripes.share(jnp.asarray(k, jnp.int32))
+        return stripes.even_share(jnp.asarray(k, jnp.int32))
 
     def _share_in_window(self, candidates: Candidates) -> Array:
         """i32[B]: units of the budget for this device, if some devices see fewer than others."""
         stripes = self.selector.stripes
         device = jnp.arange(stripes.parts, dtype=jnp.int32)[:, None]
         rows = (jnp.reshape(jnp.asarray(x, jnp.int32), (1, -1)) for x in candidates.span)
-        start, stop = (stripes.owned(x, device) for x in rows)
+        start, stop = (stripes.count_own(x, device) for x in rows)
         stored = jnp.maximum(-(-stop // self.unit) - start // self.unit, 0)
         _, pending = self._pending_units(candidates)
-        counts = stored + stripes.share(pending.reshape(1, -1), device)
+        counts = stored + stripes.even_share(pending.reshape(1, -1), device)
         given = dealt_evenly(counts, jnp.asarray(candidates.k, jnp.int32).reshape(1, -1))
         return lax.dynamic_index_in_dim(given, stripes.device, keepdims=False)
 
@@ -149,11 +151,15 @@ def dealt_evenly(counts: Array, budget: Array) -> Array:
     get one more where that does not come out even.
     """
     parts = len(counts)
+    # If the i devices with the fewest units give all, each of the others gives an equal part of
+    # what is left. That part is largest for the right i: with fewer, some device could not give
+    # its part, and with more, some would give more than the others.
     rising = jnp.sort(counts, axis=0)
-    fewer = jnp.cumsum(rising, axis=0) - rising  # units of the devices that have fewer
+    of_fewest = jnp.cumsum(rising, axis=0) - rising  # units of the i devices with the fewest
     others = parts - jnp.arange(parts, dtype=jnp.int32)[:, None]
-    level = jnp.max((budget - fewer) // others, axis=0, keepdims=True)
+    level = jnp.max((budget - of_fewest) // others, axis=0, keepdims=True)
 
+    # The remainder of the division goes to the first devices that have more.
     given = jnp.minimum(counts, level)
     spare = budget - jnp.sum(given, axis=0, keepdims=True)
     more = (counts > level).astype(jnp.int32)
@@ -168,10 +174,10 @@ def on_all_devices(
     one exchange.
     """
     slots, valid = unpack(own)
-    here = stored_slots // stripes.parts
-    pending = slots + (stored_slots - here)
-    place = jnp.where(slots < here, stripes.place(slots), pending)
-    every = lax.all_gather(jnp.where(valid, place, NOWHERE), stripes.axis)
-    every = jnp.moveaxis(every, 0, 3).reshape(*slots.shape[:3], -1)
-    valid = every < NOWHERE
-    return Selection(jnp.where(valid, every, 0), valid)
+    own_stored = stored_slots // stripes.parts
+    pending = slots + (stored_slots - own_stored)
+    place = jnp.where(slots < own_stored, stripes.place(slots), pending)
+    by_device = lax.all_gather(jnp.where(valid, place, NOWHERE), stripes.axis)
+    places = jnp.moveaxis(by_device, 0, 3).reshape(*slots.shape[:3], -1)
+    valid = places < NOWHERE
+    return Selection(jnp.where(valid, places, 0), valid)

@@ -83,20 +83,20 @@ class StripedStore(Wrapper):
         """Tokens come in whole turns, so every device stores the same number."""
         parts = self.stripes.parts
         block = self.store.append(
-            self._own(st), self.stripes.own(k), self.stripes.own(v), count // parts
+            self._own(st), self.stripes.take_own(k), self.stripes.take_own(v), count // parts
         )
         return replace(st, block=replace(block, count=block.count * parts))
 
     def attend(
         self, st: StripedState, q: Array, start: Array, *, logits: Logits
     ) -> PartialAttention:
-        part = self.store.attend(self._own(st), q, self.stripes.owned(start), logits=logits)
+        part = self.store.attend(self._own(st), q, self.stripes.count_own(start), logits=logits)
         return merge_parts(part, self.stripes.axis)
 
     def attend_chunk(
         self, st: StripedState, q: Array, start: Array | None, *, logits: Logits
     ) -> PartialAttention:
-        own = None if start is None else self.stripes.owned(start)
+        own = None if start is None else self.stripes.count_own(start)
         return merge_chunk(
             self.store.attend_chunk(self._own(st), q, own, logits=logits), self.stripes.axis
         )
@@ -129,22 +129,32 @@ class StripedStore(Wrapper):
             else self._own_slots(st, selection)
         )
 
-        def of_first(zone: Span) -> Span:
-            # Past its slots on other devices. That does not depend on the layer's count, so all
-            # layers share one kernel.
+        def on_first(zone: Span) -> Span:
+            """The zone on the first device; on others an empty one, which starts past its slots.
+            That does not depend on the layer's count, so all layers share one kernel.
+            """
             past = zone.k.shape[2] * jnp.minimum(self.stripes.device, 1)
             return zone._replace(start=zone.start + past)
 
-        zones = of_first(recent), None if sink is None else of_first(sink), local
-        part = self.store.attend_zones_part(self._own(st), q, own, *zones, logits=logits)
+        part = self.store.attend_zones_part(
+            self._own(st),
+            q,
+            own,
+            on_first(recent),
+            None if sink is None else on_first(sink),
+            local,
+            logits=logits,
+        )
         return merge_parts(part, self.stripes.axis)
 
     def gather(self, st: StripedState, selection: Selection) -> tuple[Array, Array]:
         k, v, valid = self.gather_own(st, selection)
         B, K = valid.shape[:2]
+        # Each token is on one device; the sum of it and of the others' zeros is on all.
         here = valid.reshape(B, K, -1, 1)
-        k, v = (jnp.where(here, a, jnp.zeros((), a.dtype)) for a in (k, v))
-        k, v = lax.psum((k, v), self.stripes.axis)
+        own_k = jnp.where(here, k, jnp.zeros((), k.dtype))
+        own_v = jnp.where(here, v, jnp.zeros((), v.dtype))
+        k, v = lax.psum((own_k, own_v), self.stripes.axis)
         return k, v
 
     def gather_own(self, st: StripedState, selection: Selection) -> tuple[Array, Array, Array]:
@@ -167,6 +177,7 @@ class StripedStore(Wrapper):
         with the recent block's.
         """
         slots, here = self.stripes.slot(selection.slots)
+        # Slots past those of the history are those of the recent block.
         recent = selection.slots - st.slots
         slots = jnp.where(recent < 0, slots, recent + st.block.slots)
         here = jnp.where(recent < 0, here, self.stripes.device == 0)
@@ -181,9 +192,11 @@ class StripedCodes(StripedStore):
     def append(self, st: StripedState, k: Array, v: Array, count: Array) -> StripedState:
         codes: Any = self.store
         parts = self.stripes.parts
-        own = self.stripes.own
         block = codes.append_coded(
-            codes.learnt(self._own(st), k, count), own(k), own(v), count // parts
+            codes.learnt(self._own(st), k, count),
+            self.stripes.take_own(k),
+            self.stripes.take_own(v),
+            count // parts,
         )
         return replace(st, block=replace(block, count=block.count * parts))
 
