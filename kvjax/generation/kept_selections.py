@@ -1,4 +1,9 @@
-"""Caches whose steps keep what they selected, for drafts of which not every step selects."""
+"""Caches for the steps of a draft that attend to one selection:
+
+keeping_selections      for the first step, which selects
+attending_again         for each later step, which selects nothing
+without_selections      after the draft: the cache as it was, with its tokens
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ from dataclasses import replace
 
 from kvjax.cache.cache import Cache, LayerCache, map_layers
 from kvjax.policies import Retrieval
-from kvjax.policies.kept import Kept, KeptState
+from kvjax.policies.kept import FirstStep, KeptState, LaterStep
 
 MOST_SLOTS = 4096  # of a row, which the kernels of attention take
 
@@ -21,7 +26,9 @@ def steps_together(cache: Cache, asked: int | None, tokens: int) -> int:
 
 
 def keeps_selection(layer: LayerCache, steps: int) -> bool:
-    """True for a layer on one device that selects single tokens, which stay in order."""
+    """True for a layer on one device that selects single tokens, which stay in order, and whose
+    selection the kernels take with one more slot for each of `steps` but the first.
+    """
     policy = layer.policy
     if not isinstance(policy, Retrieval) or layer.placement is not None:
         return False
@@ -33,34 +40,35 @@ def keeps_selection(layer: LayerCache, steps: int) -> bool:
 def keeping_selections(cache: Cache, steps: int) -> Cache:
     """The cache for a step that keeps what its layers select, the first of `steps`."""
 
-    def layer(own: LayerCache) -> LayerCache:
-        policy = own.policy
-        if not isinstance(policy, Retrieval) or not keeps_selection(own, steps):
-            return own
-        return replace(own, policy=Kept(policy, steps - 1), state=KeptState(own.state))
+    def for_first_step(layer: LayerCache) -> LayerCache:
+        policy = layer.policy
+        if not isinstance(policy, Retrieval) or not keeps_selection(layer, steps):
+            return layer
+        state = KeptState(layer.state)
+        return replace(layer, policy=FirstStep(policy, later=steps - 1), state=state)
 
-    return map_layers(layer, cache)
+    return map_layers(for_first_step, cache)
 
 
 def attending_again(cache: Cache) -> Cache:
     """The cache after that step, for the others, which attend to what was kept."""
 
-    def layer(own: LayerCache) -> LayerCache:
-        policy = own.policy
-        if not isinstance(policy, Kept):
-            return own
-        return replace(own, policy=replace(policy, again=True))
+    def for_later_step(layer: LayerCache) -> LayerCache:
+        first = layer.policy
+        if not isinstance(first, FirstStep):
+            return layer
+        return replace(layer, policy=LaterStep(first.policy, first.later))
 
-    return map_layers(layer, cache)
+    return map_layers(for_later_step, cache)
 
 
 def without_selections(cache: Cache) -> Cache:
-    """The cache without what was kept."""
+    """The cache without what was kept, after either kind of step."""
 
-    def layer(own: LayerCache) -> LayerCache:
-        policy = own.policy
-        if not isinstance(policy, Kept):
-            return own
-        return replace(own, policy=policy.policy, state=own.state.state)
+    def as_before(layer: LayerCache) -> LayerCache:
+        step = layer.policy
+        if not isinstance(step, FirstStep | LaterStep):
+            return layer
+        return replace(layer, policy=step.policy, state=layer.state.state)
 
-    return map_layers(layer, cache)
+    return map_layers(as_before, cache)

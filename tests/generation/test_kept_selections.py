@@ -18,7 +18,7 @@ from kvjax.generation.drafts import Speculation
 from kvjax.generation.kept_selections import steps_together
 from kvjax.models import Decoder
 from kvjax.numerics.selection import PackedSelection, Selection, unpack
-from kvjax.policies.kept import Kept, KeptState
+from kvjax.policies.kept import FirstStep, KeptState, LaterStep
 from kvjax.policies.policy import Step
 from tests.generation.test_self_draft import CONFIG, PROMPT
 
@@ -70,7 +70,7 @@ def test_the_text_is_that_of_full_attention(
 
 prefill = jax.jit(BY_KEYS.prefill)
 select_first = jax.jit(Retrieval.select, static_argnums=(0, 3))
-update_for_step = jax.jit(Kept.update_for_step, static_argnums=(0, 5))
+update_for_step = jax.jit(FirstStep.update_for_step, static_argnums=(0, 5))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -95,7 +95,7 @@ def test_later_steps_attend_to_what_the_first_selected(
         return PackedSelection(slots, count) if packed else found
 
     @partial(jax.jit, static_argnums=0)
-    def attend(policy: Kept, state: KeptState, q: jax.Array) -> Any:
+    def attend(policy: FirstStep | LaterStep, state: KeptState, q: jax.Array) -> Any:
         return policy.attend(state, q, step)[1:]
 
     monkeypatch.setattr(Retrieval, "select", selecting)
@@ -109,7 +109,7 @@ def test_later_steps_attend_to_what_the_first_selected(
     state = KeptState(BY_KEYS.flush(prefill(empty, keys, keys, lengths)))
     took = np.zeros(4, np.int32)
     for i in range(3):
-        policy = Kept(BY_KEYS, later=2, again=i > 0)
+        policy = LaterStep(BY_KEYS, later=2) if i else FirstStep(BY_KEYS, later=2)
         active = rng.random(4) < (0.7 if i else 1.0)
         new = arrays(4, 2, 1, 16), arrays(4, 2, 1, 16)
         state = update_for_step(policy, state, *new, jnp.asarray(active), step)
