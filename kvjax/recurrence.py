@@ -22,7 +22,8 @@ from jax.typing import ArrayLike
 from kvjax.attention import MOST_STEPS
 from kvjax.cache.cache import LayerCache, check_layer_cache, placement_of, specs_of
 from kvjax.call import row_counts
-from kvjax.policies.recurrent import Recurrent, RecurrentState, where_rows
+from kvjax.numerics.blocks import where_rows
+from kvjax.policies.recurrent import Recurrent, RecurrentState
 from kvjax.sharding.placement import run_on_parts, to_context
 from kvjax.validation import check_flags
 

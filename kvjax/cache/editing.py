@@ -34,6 +34,7 @@ from kvjax.cache.cache import (
 )
 from kvjax.cache.serialize import differences, plain, summarize
 from kvjax.memory import on_host, to_device, to_host
+from kvjax.numerics.blocks import where_rows
 from kvjax.numerics.sharing import is_shared
 from kvjax.policies import Policy
 from kvjax.policies.short import refilled
@@ -80,7 +81,7 @@ def rollback(cache: C, lengths: ArrayLike) -> C:
             if not isinstance(lengths, Tracer):
                 _check_reach(np.asarray(target), policy.earliest(layer.state), layer.length)
             states.append(policy.rollback(layer.state, target))
-    return _with_rotation(with_states(cache, states), target)
+    return _forget_rotation(with_states(cache, states), target)
 
 
 def truncate(cache: C, lengths: ArrayLike) -> C:
@@ -109,7 +110,7 @@ def truncate(cache: C, lengths: ArrayLike) -> C:
     shorter = (
         _truncate_on_parts(cache, target) if layers[0].placement else _truncate(cache, target)
     )
-    return _with_rotation(shorter, target)
+    return _forget_rotation(shorter, target)
 
 
 def insert(cache: C, prefix: C, row: int | Array) -> C:
@@ -222,8 +223,11 @@ def take_rows(cache: C, rows: ArrayLike) -> C:
     with own_axes(cache):
         wanted = jnp.asarray(rows, jnp.int32)
         taken = _take_rows(cache, wanted)
-        at = jnp.where((wanted >= 0) & (wanted < batch), wanted, batch)
-        return _with_rows(taken, lambda old: jnp.take(jnp.append(old, jnp.int32(0)), at))
+        # A row that the cache does not have is empty: it takes the 0 that is appended.
+        source = jnp.where((wanted >= 0) & (wanted < batch), wanted, batch)
+        return _change_rotated_for(
+            taken, lambda old: jnp.take(jnp.append(old, jnp.int32(0)), source)
+        )
 
 
 def _reversible(layer: LayerCache, verb: str) -> Policy:
@@ -246,19 +250,22 @@ def _target_lengths(verb: str, cache: Any, lengths: ArrayLike) -> Array:
     return target.astype(jnp.int32)
 
 
-def _with_rows(cache: Any, change: Callable[[Array], Array]) -> Any:
-    """A cache with a `change` of its `rotated_for` i32[B], which is not of its layers."""
+def _change_rotated_for(cache: Any, change: Callable[[Array], Array]) -> Any:
+    """A cache with a `change` of its `rotated_for` i32[B], if it has that: the one array of a
+    cache that is not of its layers.
+    """
     if not isinstance(cache, Cache) or cache.rotated_for is None:
         return cache
     return dataclasses.replace(cache, rotated_for=change(as_rows(cache, cache.rotated_for)))
 
 
-def _with_rotation(cache: Any, lengths: Array) -> Any:
-    """The cache whose rows of length 0 begin anew; other rows keep the rotation of their
-    keys.
+def _forget_rotation(cache: Any, lengths: Array) -> Any:
+    """The cache whose rows of length 0, of `lengths` i32[B], may rotate their keys for another
+    text; other rows keep the rotation that their keys have.
     """
     with own_axes(cache):
-        return _with_rows(cache, lambda rows: jnp.where(as_rows(cache, lengths) == 0, 0, rows))
+        empty = as_rows(cache, lengths) == 0
+        return _change_rotated_for(cache, lambda final: jnp.where(empty, 0, final))
 
 
 def _check_reach(target: np.ndarray, earliest: Array, length: Array) -> None:
@@ -315,30 +322,36 @@ def _insert_on_parts(cache: Any, prefix: Any, row: Array) -> Any:
     cache write it.
     """
     layers = layers_of(cache)
-    ones = layers_of(prefix)
+    prefix_layers = layers_of(prefix)
     placement = placement_of(layers[0])
-    whole = [specs_of(layer) for layer in layers]
+    cache_specs = [specs_of(layer) for layer in layers]
     row_placement = dataclasses.replace(placement, batch=None)
-    one = [state_specs(layer.policy, layer.spec, row_placement) for layer in ones]
+    prefix_specs = [
+        state_specs(layer.policy, layer.spec, row_placement) for layer in prefix_layers
+    ]
 
     def local(states: list[Any], prefix: list[Any], row: Array) -> list[Any]:
         rows = layers[0].spec.batch // placement.parts("batch")
         return _insert_if_in_range(states, prefix, row - first_row(placement, rows))
 
-    states, prefixes = ([layer.state for layer in them] for them in (layers, ones))
     row = jnp.asarray(row, jnp.int32)
     states = run_on_parts(
-        placement, local, (whole, one, PartitionSpec()), whole, states, prefixes, row
+        placement,
+        local,
+        (cache_specs, prefix_specs, PartitionSpec()),
+        cache_specs,
+        [layer.state for layer in layers],
+        [layer.state for layer in prefix_layers],
+        row,
     )
-    merged = with_states(cache, states)
-    if not isinstance(cache, Cache) or cache.rotated_for is None:
-        return merged
+    inserted = with_states(cache, states)
+
+    def of_prefix(old: Array) -> Array:
+        is_row = jnp.arange(old.size, dtype=jnp.int32) == row
+        return jnp.where(is_row, to_context(prefix.rotated_for), old)
+
     with own_axes(cache):
-        rows = as_rows(cache, cache.rotated_for)
-        new = jnp.where(
-            jnp.arange(rows.size, dtype=jnp.int32) == row, to_context(prefix.rotated_for), rows
-        )
-    return dataclasses.replace(merged, rotated_for=new)
+        return _change_rotated_for(inserted, of_prefix)
 
 
 @partial(jax.jit, inline=True)
@@ -347,28 +360,33 @@ def _take_rows(cache: Any, rows: Array) -> Any:
     olds = [layer.state for layer in layers]
     n = rows.shape[0]
     placement = layers[0].placement
-    taken = [
+    # The layers with room for n rows, but yet with the states of the old ones.
+    resized = [
         dataclasses.replace(layer, spec=dataclasses.replace(layer.spec, batch=n))
         for layer in layers
     ]
     if placement is None:
-        states = _rows_of(olds, [layer.policy.init(layer.spec) for layer in taken], rows)
-        return with_states(with_layers(cache, taken), states)
+        empty = [layer.policy.init(layer.spec) for layer in resized]
+        return with_states(with_layers(cache, resized), _rows_of(olds, empty, rows))
 
     def local(olds: list[Any], rows: Array) -> list[Any]:
-        ours = [
+        own_empty = [
             placement.policy_of_part(layer.policy).init(placement.local(layer.spec))
-            for layer in taken
+            for layer in resized
         ]
-        empty = [as_whole(layer, st) for layer, st in zip(layers, ours, strict=True)]
+        empty = [as_whole(layer, st) for layer, st in zip(layers, own_empty, strict=True)]
         move = _rows_of if placement.batch is None else partial(_rows_over_devices, placement)
         return move(olds, empty, rows)
 
-    specs = [specs_of(layer) for layer in layers], PartitionSpec()
     states = run_on_parts(
-        placement, local, specs, [specs_of(layer) for layer in taken], olds, rows
+        placement,
+        local,
+        ([specs_of(layer) for layer in layers], PartitionSpec()),
+        [specs_of(layer) for layer in resized],
+        olds,
+        rows,
     )
-    return with_states(with_layers(cache, taken), states)
+    return with_states(with_layers(cache, resized), states)
 
 
 def _rows_of(olds: Any, empty: Any, rows: Array) -> Any:
@@ -391,9 +409,7 @@ def _rows_of(olds: Any, empty: Any, rows: Array) -> Any:
                 )
 
             return lax.fori_loop(0, rows.shape[0], put, new)
-        return jnp.where(
-            held.reshape(-1, *(1,) * (old.ndim - 1)), jnp.take(old, rows, axis=0), new
-        )
+        return where_rows(held, jnp.take(old, rows, axis=0), new)
 
     return jax.tree.map(move, olds, empty, is_leaf=is_shared)
 
@@ -479,12 +495,12 @@ def _kinds(cache: Any) -> list[Any]:
 
 def _unlike(prefix: Any, cache: Any) -> list[str]:
     """Where policies and specs of two caches differ, without the batch, as text."""
-    one, other = (
-        {
-            "layers": [
-                {"policy": plain(policy), "spec": plain(spec)} for policy, spec in _kinds(each)
-            ]
-        }
-        for each in (prefix, cache)
-    )
-    return summarize(differences(one, other, names=("in the prefix", "in the cache")))
+
+    def described(cache: Any) -> dict[str, Any]:
+        kinds = [
+            {"policy": plain(policy), "spec": plain(spec)} for policy, spec in _kinds(cache)
+        ]
+        return {"layers": kinds}
+
+    names = ("in the prefix", "in the cache")
+    return summarize(differences(described(prefix), described(cache), names=names))

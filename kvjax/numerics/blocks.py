@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +43,15 @@ def empty_block(spec: CacheSpec, slots: int) -> Block:
         for size in (spec.head_dim, spec.value_size)
     )
     return Block(k, v, jnp.zeros(spec.batch, jnp.int32))
+
+
+def where_rows(rows: Array, new: Any, old: Any) -> Any:
+    """A tree of arrays [B, ...]: those of `new` where `rows` bool[B] is true, else of `old`."""
+
+    def choose(one: Array, other: Array) -> Array:
+        return jnp.where(rows.reshape(-1, *(1,) * (one.ndim - 1)), one, other)
+
+    return jax.tree.map(choose, new, old)
 
 
 def put(block: Block, k: Array, v: Array, count: Array) -> Block:

@@ -17,7 +17,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NoReturn
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -141,12 +140,3 @@ class Recurrent(Policy):
             f"{self!r} keeps a state instead of keys and values, so nothing attends to it; call "
             "kvjax.recurrence.advance for this layer"
         )
-
-
-def where_rows(rows: Array, new: Any, old: Any) -> Any:
-    """A tree of arrays [B, ...]: those of `new` where `rows` bool[B] is true, else of `old`."""
-
-    def choose(one: Array, other: Array) -> Array:
-        return jnp.where(rows.reshape(-1, *(1,) * (one.ndim - 1)), one, other)
-
-    return jax.tree.map(choose, new, old)
