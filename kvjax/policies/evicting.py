@@ -8,7 +8,6 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -18,7 +17,7 @@ from kvjax import ops
 from kvjax.evictors import Evictor
 from kvjax.evictors.base import Tokens
 from kvjax.memory import vary_with
-from kvjax.numerics.blocks import Block, empty_block, put_last, write
+from kvjax.numerics.blocks import Block, empty_block, put_last, where_rows, write
 from kvjax.numerics.derivatives import with_derivative
 from kvjax.numerics.partial import (
     Logits,
@@ -76,10 +75,17 @@ class Voters(NamedTuple):
     """The n queries of a prompt whose weights are evidence."""
 
     at: Array  # i32[B, n] their places in the chunk; below 0 for none
-    counts: Array  # bool[B, n] those that vote
-    block: int  # queries at a time, which divides n
-    every: bool  # all queries of the prompt vote
+    is_voter: Array  # bool[B, n] the others are padding
+    block: int  # queries whose weights are computed at a time, which divides n
+    are_all: bool  # all queries of the prompt vote
     stands_for: Array | None  # f32[B] queries of which each is a sample; None: it is none
+
+
+class Shrink(NamedTuple):
+    """Rows that keep fewer tokens than they have slots."""
+
+    rows: Array  # bool[B] the others stay as they are
+    most: Array  # i32[B] tokens that each of these rows keeps
 
 
 class Line(NamedTuple):
@@ -131,6 +137,9 @@ class Evicting(Policy):
     rope: Rope | None = None
     evicts_several: ClassVar[bool] = True
     """True if `every` may exceed 1, and evictors may remember queries."""
+
+    observes = True
+    takes_sinks = True
 
     def __post_init__(self) -> None:
         keep_ints(self, budget=1)
@@ -191,6 +200,8 @@ class Evicting(Policy):
     @property
     def _needs_queries(self) -> bool:
         return self.evictor.arrival is not None or self._remembers_queries
+
+    # ----------------------------------------------------------------------------------------------------------- steps
 
     def update(self, st: EvictingState, k: Array, v: Array, active: Array) -> EvictingState:
         """Stores a token without its step. Raises ValueError for an evictor that remembers
@@ -268,6 +279,47 @@ class Evicting(Policy):
             keys=keys,
         )
 
+    def _make_room(self, st: EvictingState, full: Array, step: Step | None) -> EvictingState:
+        """Frees `every` slots in each row that is `full` bool[B]; tokens of the last slots move
+        into the gaps.
+        """
+        B, K, S = st.position.shape
+        n = self.every
+        count = st.tokens.count - n * full.astype(jnp.int32)  # tokens after the eviction
+        # A token in a slot past that count moves to the gap of an evicted one before it.
+        last = (count[:, None] + jnp.arange(n, dtype=jnp.int32)[None])[:, None]
+        last = jnp.broadcast_to(last, (B, K, n))
+
+        def moves() -> tuple[Array, Array]:
+            source, target = fill_gaps(self._lowest_scores(st, step), last, count, S)
+            return source, jnp.where(full[:, None, None], target, S)
+
+        def none() -> tuple[Array, Array]:
+            return last, jnp.full_like(last, S)
+
+        source, target = lax.cond(jnp.any(full), moves, none)
+        st = move_tokens(st, source, target)
+        return replace(st, tokens=replace(st.tokens, count=count))
+
+    def _lowest_scores(self, st: EvictingState, step: Step | None = None) -> Array:
+        """i32[B, K, n]: the slots of the `every` tokens of lowest score; of equals the oldest."""
+        position = self._positions(st)
+        tokens = self._tokens(st, position, st.length, step)
+        score = jnp.where(position >= 0, self._scores(tokens, st.pinned), jnp.inf)
+        arrived = jnp.where(position >= 0, position, NEVER)
+        return jnp.lexsort((arrived, score), axis=-1)[..., : self.every].astype(jnp.int32)
+
+    def _close_up(self, st: EvictingState, full: Array, step: Step | None) -> EvictingState:
+        """`st` less `every` tokens of each row that is `full` bool[B]; the others are rotated
+        to their new places.
+        """
+        most = jnp.maximum(self._limit(st) - self.every, 1)
+        most = jnp.broadcast_to(most, st.length.shape)
+        no_tokens = st.tokens.k[:, :, :0]
+        no_lengths = jnp.zeros_like(st.length)
+        shrink = Shrink(full, most)
+        return self._keep(st, no_tokens, no_tokens, no_lengths, None, step, shrink)
+
     def attend(
         self, st: EvictingState, q: Array, step: Step
     ) -> tuple[Array, EvictingState, Info]:
@@ -285,8 +337,8 @@ class Evicting(Policy):
         # positions, or the logits are computed above anyway.
         window = step.window
         renumbered = self.evictor.renumbered
-        fits = window is None or (self.evictor.keeps_newest and st.tokens.slots <= window)
-        if fits and not weighed and not renumbered:
+        shows_all = window is None or (self.evictor.keeps_newest and st.tokens.slots <= window)
+        if shows_all and not weighed and not renumbered:
             return self._attend_held(st, at_place, step), after, info
         seen = visible[:, :, None]
         logits = step.logits
@@ -324,7 +376,30 @@ class Evicting(Policy):
             after = replace(after, memory=memory)
         return after, weighed
 
-    # -------------------------------------------------------------------------------------------------------- prompts
+    def _attend_renumbered(
+        self, st: EvictingState, q: Array, seen: Array, renumbered: int, *, logits: Logits
+    ) -> PartialAttention:
+        """Attention of q [B, K, G, T, D], a part over G*T, to the slots `seen` bool[B, 1 or K,
+        1 or G*T, S].
+
+        The first `renumbered` slots hold tokens whose distance to a query counts only the
+        tokens still held in between.
+        """
+        B, K, G, T, D = q.shape
+        n = min(renumbered, st.tokens.slots)
+        turned = self.evictor.turn(q, st.tokens.count - st.length)
+        parts = []
+        for queries, slots in ((turned, slice(0, n)), (q, slice(n, None))):
+            k = st.tokens.k[:, :, slots]
+            v = st.tokens.v[:, :, slots]
+            parts.append(
+                attend_part(
+                    queries.reshape(B, K, G * T, D), k, v, seen[..., slots], logits=logits
+                )
+            )
+        return merge(*parts)
+
+    # --------------------------------------------------------------------------------------------------------- prompts
 
     def prefill(self, st: EvictingState, k: Array, v: Array, lengths: Array) -> EvictingState:
         """Stores a prompt without its queries. Raises ValueError for an evictor that needs
@@ -335,9 +410,6 @@ class Evicting(Policy):
                 f"{self.evictor} needs the queries of a prompt; call kvjax.attention or prefill_observed"
             )
         return self._keep(st, k, v, lengths, None, None)
-
-    observes = True
-    takes_sinks = True
 
     def prefill_observed(
         self,
@@ -361,19 +433,22 @@ class Evicting(Policy):
 
     def _voters(self, st: EvictingState, lengths: Array, T: int) -> Voters:
         """The queries that vote in a prompt with the first `lengths` i32[B] of T tokens."""
-        last = self.evictor.voters(self._share(st.tokens.slots))
+        last = self.evictor.voters(self._share(st.tokens.slots))  # None: all queries
         count = T if last is None else min(last, T)
+        # Only all queries are sampled, never the last ones.
         sampled = count if last is not None else self.evictor.sampled or T
         block = max(min(count, sampled, QUERIES), 1)  # an evictor may have no voters
         padded = -(-min(count, sampled) // block) * block
         if last is None and padded < count:
+            # One query from each of as many equal parts of the prompt.
             at, stands_for = _spread(lengths, padded)
-            return Voters(at, at >= 0, block, every=False, stands_for=stands_for)
+            return Voters(at, at >= 0, block, are_all=False, stands_for=stands_for)
         # The last queries of each row, padded at the front to whole blocks with queries that
         # see nothing.
         at = lengths[:, None] - padded + jnp.arange(padded, dtype=jnp.int32)[None]
-        counts = (at >= 0) & (jnp.arange(padded, dtype=jnp.int32) >= padded - count)[None]
-        return Voters(at, counts, block, every=last is None, stands_for=None)
+        is_last = (jnp.arange(padded, dtype=jnp.int32) >= padded - count)[None]
+        is_voter = (at >= 0) & is_last
+        return Voters(at, is_voter, block, are_all=last is None, stands_for=None)
 
     def _votes(
         self,
@@ -392,15 +467,17 @@ class Evicting(Policy):
         total = voters.at.shape[1]
         chosen = jnp.maximum(voters.at, 0)
         queries = jnp.take_along_axis(q, chosen[:, None, None, :, None], axis=3)
-        query_position = jnp.where(voters.counts, st.length[:, None] + voters.at, -1)
-        keys = jnp.concatenate([self._at_distance(st), k.astype(st.tokens.k.dtype)], axis=2)
+        query_position = jnp.where(voters.is_voter, st.length[:, None] + voters.at, -1)
+        held_keys = self._held_at_distance(st)
+        keys = jnp.concatenate([held_keys, k.astype(st.tokens.k.dtype)], axis=2)
         position = jnp.concatenate([self._positions(st), self._coming(st, lengths, T)], axis=2)
 
+        # cuDNN gives the sums of all queries in one pass, where there are many.
         lse = None
         fast = takes_cudnn(keys.dtype, keys.shape[3], step.logits.cap)
-        if voters.every and T > QUERIES and fast:
-            every = self._log_sums(st, q, k, position, step)
-            lse = jnp.take_along_axis(every, chosen[:, None, None], axis=3)
+        if voters.are_all and T > QUERIES and fast:
+            of_all = self._log_sums(st, q, k, position, step)
+            lse = jnp.take_along_axis(of_all, chosen[:, None, None], axis=3)
 
         def add_block(i: Array, votes: Array) -> Array:
             """`votes` for the first L keys, with those of the i-th block of queries."""
@@ -461,18 +538,19 @@ class Evicting(Policy):
         lengths: Array,
         votes: Array | None,
         step: Step | None,
-        room: tuple[Array, Array] | None = None,
+        shrink: Shrink | None = None,
     ) -> EvictingState:
         """Keeps the tokens of highest score among the S slots and the T tokens of a chunk.
 
-        `votes` f32[B, K, G, S+T] are in this order: by slot, then by place in the chunk. With
-        `room`, rows bool[B] and tokens i32[B], only these rows change, and keep only so many.
+        `votes` f32[B, K, G, S+T] are in this order: by slot, then by place in the chunk. To
+        `shrink` rows no chunk comes, T = 0.
         """
         S = st.tokens.slots
         L = S + k.shape[2]
         end = st.length + lengths
-        # A row that stores nothing stays as it is.
-        takes, most = (lengths > 0, None) if room is None else room
+        # A row that stores nothing stays as it is, unless it shrinks.
+        takes = lengths > 0 if shrink is None else shrink.rows
+        most = None if shrink is None else shrink.most
 
         # Each token gets its evidence, and the best are kept.
         line = self._line(st, k, v, lengths)
@@ -483,18 +561,18 @@ class Evicting(Policy):
             )
             line = line._replace(evidence=evidence)
         tokens = Tokens(
-            line.evidence,
-            line.position,
-            end,
-            self._share(S),
-            self._at_its_distance(st, line.k),
-            line.v,
-            st.memory,
-            _of_remembered(st, step),
-            end,
+            evidence=line.evidence,
+            position=line.position,
+            end=end,
+            slots=self._share(S),
+            k=self._keys_for_evictor(st, line.k),
+            v=line.v,
+            memory=st.memory,
+            step=_of_remembered(st, step),
+            asked=end,
         )
         # The tokens of a prompt compete although they are pinned: they may be too many.
-        pinned = None if room is None else line.pinned
+        pinned = None if shrink is None else line.pinned
         score = self._scores(tokens, pinned, line.source)
         place = self._best_places(line, score, S, most)
         valid = place < L
@@ -529,9 +607,9 @@ class Evicting(Policy):
             return line.tokens(jnp.minimum(jnp.sort(gone, axis=-1)[..., : L - S], L - 1))
 
         due = st.due
-        if due is not None and room is None:
+        if due is not None and shrink is None:
             due = jnp.zeros_like(due)  # the prompt's last query has been seen
-        of_rows = partial(_of_rows, takes)
+        of_rows = partial(where_rows, takes)
         after = replace(
             st,
             tokens=of_rows(Block(kept_k, kept_v, count), st.tokens),
@@ -601,64 +679,66 @@ class Evicting(Policy):
             best = best._replace(valid=best.valid & fits)
         return jnp.sort(jnp.where(best.valid, L - 1 - best.slots, L), axis=-1)
 
-    def _make_room(self, st: EvictingState, full: Array, step: Step | None) -> EvictingState:
-        """Frees `every` slots in each row that is `full` bool[B]; tokens of the last slots move
-        into the gaps.
-        """
-        B, K, S = st.position.shape
-        n = self.every
-        count = st.tokens.count - n * full.astype(jnp.int32)  # tokens after the eviction
-        # A token in a slot past that count moves to the gap of an evicted one before it.
-        last = (count[:, None] + jnp.arange(n, dtype=jnp.int32)[None])[:, None]
-        last = jnp.broadcast_to(last, (B, K, n))
+    def attend_stored(self, st: EvictingState, q: Array, step: Step) -> PartialAttention:
+        return self._attend_kept(st, q, step)
 
-        def moves() -> tuple[Array, Array]:
-            source, target = fill_gaps(self._lowest_scores(st, step), last, count, S)
-            return source, jnp.where(full[:, None, None], target, S)
+    # ------------------------------------------------------------------------------------------ what subclasses change
+    # `HeadBudgets` (AdaKV), `Mixed` (MiKV) and `BesidePrompt` (RaaS) of `kvjax.contrib` override
+    # some of these. Arrays have `_slots` slots, a row may use `_limit` of them, and uses `_most`
+    # after a prompt.
 
-        def none() -> tuple[Array, Array]:
-            return last, jnp.full_like(last, S)
-
-        source, target = lax.cond(jnp.any(full), moves, none)
-        st = move_tokens(st, source, target)
-        return replace(st, tokens=replace(st.tokens, count=count))
-
-    def _lowest_scores(self, st: EvictingState, step: Step | None = None) -> Array:
-        """i32[B, K, n]: the slots of the `every` tokens of lowest score; of equals the oldest."""
-        position = self._positions(st)
-        tokens = self._tokens(st, position, st.length, step)
-        score = jnp.where(position >= 0, self._scores(tokens, st.pinned), jnp.inf)
-        arrived = jnp.where(position >= 0, position, NEVER)
-        return jnp.lexsort((arrived, score), axis=-1)[..., : self.every].astype(jnp.int32)
-
-    def _close_up(self, st: EvictingState, full: Array, step: Step | None) -> EvictingState:
-        """`st` less `every` tokens of each row that is `full` bool[B]; the others are rotated
-        to their new places.
-        """
-        nothing = st.tokens.k[:, :, :0]
-        most = jnp.maximum(self._limit(st) - self.every, 1)
-        most = jnp.broadcast_to(most, st.length.shape)
-        none = jnp.zeros_like(st.length)
-        return self._keep(st, nothing, nothing, none, None, step, (full, most))
-
-    def held_after(self, prompt: Any, received: Any) -> Any:
-        """The tokens that a KV head holds after a prompt of `prompt` tokens, and `received`
-        tokens in all.
-        """
-        most = self._most(prompt)
-        held = np.minimum(prompt, most) + received - prompt
-        return np.where(
-            held <= most, held, most + 1 - self.every + (held - most - 1) % self.every
-        )
+    def _slots(self, spec: CacheSpec) -> int:
+        """The number of slots."""
+        return self._share(spec.capacity)
 
     def _most(self, prompt: Any) -> Any:
         """The most tokens that a KV head holds after a prompt of `prompt` tokens."""
         return self.budget
 
-    def attend_stored(self, st: EvictingState, q: Array, step: Step) -> PartialAttention:
-        return self._attend_kept(st, q, step)
+    def _limit(self, st: EvictingState) -> Array | int:
+        """The number of slots that a row may use; an array i32[B] if rows differ."""
+        return st.tokens.slots
 
-    # ---------------------------------------------------------------------------------------------------------- parts
+    def _valid(self, st: EvictingState) -> Array:
+        """bool[B, 1 or K, S]: slots that hold a token."""
+        return (jnp.arange(st.tokens.slots, dtype=jnp.int32)[None] < st.tokens.count[:, None])[
+            :, None
+        ]
+
+    def _slot(self, st: EvictingState, end: Array, step: Step | None) -> Array:
+        """i32[B, K]: the slot for the token at position `end` - 1: an empty one, or that of the
+        evicted token.
+        """
+        if self.every > 1:
+            return jnp.broadcast_to(st.tokens.count[:, None], st.position.shape[:2])
+        evicted = self._to_evict(st, jnp.ones_like(st.position, bool), end, step)
+        return jnp.where((end > st.tokens.slots)[:, None], evicted, end[:, None] - 1)
+
+    def _best(self, score: Array, eligible: Array, slots: int) -> Selection:
+        """Selects the tokens to keep, [B, K, slots], by score f32[B, K, L] among the `eligible`
+        bool[B, K, L].
+        """
+        return ops.top_k(score, eligible, slots)
+
+    def _see_step(self, st: EvictingState, weights: Array, step: Step) -> Array:
+        """f32[B, K, S]: the evidence after a step with softmax weights f32[B, K, G, S]."""
+        assert st.evidence is not None
+        return self.evictor.see_step(st.evidence, weights)
+
+    def _settled(
+        self,
+        st: EvictingState,
+        valid: Array,
+        takes: Array,
+        leaving: Callable[[], tuple[Array, Array]],
+    ) -> EvictingState:
+        """Completes the state after a prompt, for subclasses that keep more than the slots.
+
+        The slots where `valid` bool[B, K, S] have just been filled, in the rows that it `takes`
+        bool[B]. `leaving` gives keys and values [B, K, T, D]: first those of the evicted
+        tokens, in order, then arbitrary ones.
+        """
+        return st
 
     def _attend_kept(self, st: EvictingState, q: Array, step: Step) -> PartialAttention:
         """Attention of a chunk's queries q [B, K, G, T, D] to the slots."""
@@ -691,55 +771,57 @@ class Evicting(Policy):
             parts.append(attend_part(queries, k, v, mask, logits=logits))
         return merge(*parts)
 
-    def _attend_renumbered(
-        self, st: EvictingState, q: Array, seen: Array, renumbered: int, *, logits: Logits
-    ) -> PartialAttention:
-        """Attention of q [B, K, G, T, D], a part over G*T, to the slots `seen` bool[B, 1 or K,
-        1 or G*T, S].
-
-        The first `renumbered` slots hold tokens whose distance to a query counts only the
-        tokens still held in between.
-        """
-        B, K, G, T, D = q.shape
-        n = min(renumbered, st.tokens.slots)
-        turned = self.evictor.turn(q, st.tokens.count - st.length)
-        parts = []
-        for queries, slots in ((turned, slice(0, n)), (q, slice(n, None))):
-            k = st.tokens.k[:, :, slots]
-            v = st.tokens.v[:, :, slots]
-            parts.append(
-                attend_part(
-                    queries.reshape(B, K, G * T, D), k, v, seen[..., slots], logits=logits
-                )
-            )
-        return merge(*parts)
-
     def _attend_held(self, st: EvictingState, q: Array, step: Step) -> Array:
         """Attention of q [B, K, G, D] to all tokens in the slots."""
         span = Span(st.tokens.k, st.tokens.v, jnp.zeros_like(st.length), st.tokens.count)
         return ops.attend_span(q, span, step.sinks, logits=step.logits)
 
-    def _slots(self, spec: CacheSpec) -> int:
-        """The number of slots."""
-        return self._share(spec.capacity)
+    # ------------------------------------------------------------------------------------------- what the evictor sees
 
-    def _limit(self, st: EvictingState) -> Array | int:
-        """The number of slots that a row may use; an array i32[B] if rows differ."""
-        return st.tokens.slots
+    def _share(self, slots: int) -> int:
+        """How many of the slots of a head the evictor decides for: as many as it can fill."""
+        return min(int(self._most(slots)), slots)
 
-    def _see_step(self, st: EvictingState, weights: Array, step: Step) -> Array:
-        """f32[B, K, S]: the evidence after a step with softmax weights f32[B, K, G, S]."""
-        assert st.evidence is not None
-        return self.evictor.see_step(st.evidence, weights)
+    def _tokens(
+        self, st: EvictingState, position: Array, end: Array, step: Step | None
+    ) -> Tokens:
+        """The tokens in the slots, as the evictor sees them."""
+        return Tokens(
+            evidence=st.evidence,
+            position=position,
+            end=end,
+            slots=self._share(st.tokens.slots),
+            k=self._keys_for_evictor(st, st.tokens.k),
+            v=st.tokens.v,
+            memory=st.memory,
+            step=_of_remembered(st, step),
+            asked=st.length,
+        )
 
-    def _slot(self, st: EvictingState, end: Array, step: Step | None) -> Array:
-        """i32[B, K]: the slot for the token at position `end` - 1: an empty one, or that of the
-        evicted token.
+    def _keys_for_evictor(self, st: EvictingState, k: Array) -> Array:
+        """Keys k [B, K, S+T, D] of the slots and of a chunk, as the evictor sees them: at the
+        distances at which remembered queries would attend to them now, if tokens close up.
         """
-        if self.every > 1:
-            return jnp.broadcast_to(st.tokens.count[:, None], st.position.shape[:2])
-        evicted = self._to_evict(st, jnp.ones_like(st.position, bool), end, step)
-        return jnp.where((end > st.tokens.slots)[:, None], evicted, end[:, None] - 1)
+        if st.memory is None or st.keys is None:
+            return k
+        of_chunk = k[:, :, st.tokens.slots :]
+        return jnp.concatenate([self._held_at_distance(st), of_chunk], axis=2)
+
+    def _scores(
+        self, tokens: Tokens, pinned: Array | None, order: Array | None = None
+    ) -> Array:
+        """f32[B, K, L]: the scores of tokens, whose keys and values are yet to be put in `order`
+        i32[B, K, L].
+
+        Tokens that are `pinned`, bool[B, K, L], score higher than any other.
+        """
+        if type(self.evictor).score_all is not Evictor.score_all and order is not None:
+            tokens = tokens._replace(
+                k=jnp.take_along_axis(tokens.k, order[..., None], axis=2),
+                v=jnp.take_along_axis(tokens.v, order[..., None], axis=2),
+            )
+        score = self.evictor.score_all(tokens)
+        return score if pinned is None else jnp.where(pinned, jnp.inf, score)
 
     def _to_evict(
         self, st: EvictingState, valid: Array, end: Array, step: Step | None = None
@@ -767,65 +849,6 @@ class Evicting(Policy):
         found: list[Array] = lax.reduce(operands, vary_with(last, score), least, (2,))
         return found[2]
 
-    def _tokens(
-        self, st: EvictingState, position: Array, end: Array, step: Step | None
-    ) -> Tokens:
-        """The tokens in the slots, as the evictor sees them."""
-        return Tokens(
-            st.evidence,
-            position,
-            end,
-            self._share(st.tokens.slots),
-            self._at_its_distance(st, st.tokens.k),
-            st.tokens.v,
-            st.memory,
-            _of_remembered(st, step),
-            st.length,
-        )
-
-    def _at_its_distance(self, st: EvictingState, k: Array) -> Array:
-        """Keys k [B, K, S+T, D] of the slots and of a chunk, as the evictor sees them: at the
-        distances at which remembered queries would attend to them now, if tokens close up.
-        """
-        if st.memory is None or st.keys is None:
-            return k
-        return jnp.concatenate([self._at_distance(st), k[:, :, st.tokens.slots :]], axis=2)
-
-    def _scores(
-        self, tokens: Tokens, pinned: Array | None, order: Array | None = None
-    ) -> Array:
-        """f32[B, K, L]: the scores of tokens, whose keys and values are yet to be put in `order`
-        i32[B, K, L].
-
-        Tokens that are `pinned`, bool[B, K, L], score higher than any other.
-        """
-        if type(self.evictor).score_all is not Evictor.score_all and order is not None:
-            tokens = tokens._replace(
-                k=jnp.take_along_axis(tokens.k, order[..., None], axis=2),
-                v=jnp.take_along_axis(tokens.v, order[..., None], axis=2),
-            )
-        score = self.evictor.score_all(tokens)
-        return score if pinned is None else jnp.where(pinned, jnp.inf, score)
-
-    def _turned(self, st: EvictingState, q: Array) -> Array:
-        """Queries q [B, K, G, T, D], at the place after the held tokens if these have closed
-        up.
-        """
-        if self.rope is None:
-            return q
-        by = (st.tokens.count - st.length)[:, None, None, None]
-        return turn_positions(q, by, self.rope).astype(q.dtype)
-
-    def _at_distance(self, st: EvictingState) -> Array:
-        """The held keys [B, K, S, D], at the distances from new queries that closed-up tokens
-        have.
-        """
-        if st.keys is None:
-            return st.tokens.k
-        place = jnp.arange(st.tokens.slots, dtype=jnp.int32)[None, None]
-        by = place - st.position + (st.length - st.tokens.count)[:, None, None]
-        return turn_positions(st.keys, by, self.rope).astype(st.keys.dtype)
-
     def _arriving(self, k: Array, v: Array) -> Array:
         """f32[B, K, T], or one number: the evidence of new tokens k, v [B, K, T, D]."""
         seen = self.evictor.see_tokens(k, v)
@@ -835,36 +858,17 @@ class Evicting(Policy):
             else seen.astype(jnp.float32)
         )
 
-    def _share(self, slots: int) -> int:
-        """How many of the slots of a head the evictor decides for: as many as it can fill."""
-        return min(int(self._most(slots)), slots)
+    # ------------------------------------------------------------------------------------------------------- positions
 
-    def _best(self, score: Array, eligible: Array, slots: int) -> Selection:
-        """Selects the tokens to keep, [B, K, slots], by score f32[B, K, L] among the `eligible`
-        bool[B, K, L].
+    def held_after(self, prompt: Any, received: Any) -> Any:
+        """The tokens that a KV head holds after a prompt of `prompt` tokens, and `received`
+        tokens in all.
         """
-        return ops.top_k(score, eligible, slots)
-
-    def _settled(
-        self,
-        st: EvictingState,
-        valid: Array,
-        takes: Array,
-        leaving: Callable[[], tuple[Array, Array]],
-    ) -> EvictingState:
-        """Completes the state after a prompt, for subclasses that keep more than the slots.
-
-        The slots where `valid` bool[B, K, S] have just been filled, in the rows that it `takes`
-        bool[B]. `leaving` gives keys and values [B, K, T, D]: first those of the evicted
-        tokens, in order, then arbitrary ones.
-        """
-        return st
-
-    def _valid(self, st: EvictingState) -> Array:
-        """bool[B, 1 or K, S]: slots that hold a token."""
-        return (jnp.arange(st.tokens.slots, dtype=jnp.int32)[None] < st.tokens.count[:, None])[
-            :, None
-        ]
+        most = self._most(prompt)
+        held = np.minimum(prompt, most) + received - prompt
+        return np.where(
+            held <= most, held, most + 1 - self.every + (held - most - 1) % self.every
+        )
 
     def _positions(self, st: EvictingState) -> Array:
         """i32[B, K, S] positions of the tokens in the slots, -1 in empty slots."""
@@ -876,6 +880,25 @@ class Evicting(Policy):
         at = jnp.arange(T, dtype=jnp.int32)[None]
         coming = jnp.where(at < lengths[:, None], st.length[:, None] + at, -1)
         return jnp.broadcast_to(coming[:, None], (*st.position.shape[:2], T))
+
+    def _turned(self, st: EvictingState, q: Array) -> Array:
+        """Queries q [B, K, G, T, D], at the place after the held tokens if these have closed
+        up.
+        """
+        if self.rope is None:
+            return q
+        by = (st.tokens.count - st.length)[:, None, None, None]
+        return turn_positions(q, by, self.rope).astype(q.dtype)
+
+    def _held_at_distance(self, st: EvictingState) -> Array:
+        """The held keys [B, K, S, D], at the distances from new queries that closed-up tokens
+        have.
+        """
+        if st.keys is None:
+            return st.tokens.k
+        place = jnp.arange(st.tokens.slots, dtype=jnp.int32)[None, None]
+        by = place - st.position + (st.length - st.tokens.count)[:, None, None]
+        return turn_positions(st.keys, by, self.rope).astype(st.keys.dtype)
 
 
 def fill_gaps(evicted: Array, last: Array, count: Array, slots: int) -> tuple[Array, Array]:
@@ -948,15 +971,6 @@ def _move_token(st: EvictingState, old: Array, new: Array) -> EvictingState:
         evidence=number(st.evidence),
         pinned=number(st.pinned),
     )
-
-
-def _of_rows(rows: Array, new: Any, old: Any) -> Any:
-    """The arrays of `new` in the rows where bool[B] is true, else those of `old`."""
-
-    def of_rows(a: Array, b: Array) -> Array:
-        return jnp.where(rows.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
-
-    return jax.tree.map(of_rows, new, old)
 
 
 def _spread(lengths: Array, count: int) -> tuple[Array, Array]:
