@@ -108,6 +108,8 @@ class Compensated(Policy):
 
     window: Evicting
 
+    takes_sinks = True
+
     def __post_init__(self) -> None:
         evictor = getattr(self.window, "evictor", None)
         if not isinstance(evictor, Sliding):
@@ -181,8 +183,6 @@ class Compensated(Policy):
         return self._state(
             self.window.prefill(kept, k, v, lengths), add(st.sum_k, 0), add(st.sum_v, 1)
         )
-
-    takes_sinks = True
 
     @property
     def rounds(self) -> bool:

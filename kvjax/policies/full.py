@@ -63,6 +63,12 @@ class Full(Policy):
     other policies.
     """
 
+    takes_steps = True
+    takes_sinks = True
+    takes_exact = True  # as every step
+    shares_prefixes = True
+    reversible = True
+
     def init(self, spec: CacheSpec) -> FullState:
         return FullState(empty_block(spec, spec.capacity), jnp.zeros(spec.batch, bool))
 
@@ -73,11 +79,6 @@ class Full(Policy):
     def update(self, st: FullState, k: Array, v: Array, active: Array) -> FullState:
         (tokens,), overflow = ops.put_token([st.tokens], k, v, active, st.overflow)
         return FullState(tokens, overflow)
-
-    takes_steps = True
-    takes_sinks = True
-    takes_exact = True  # as every step
-    shares_prefixes = True
 
     def store_steps(self, st: FullState, k: Array, v: Array, count: Array) -> FullState:
         (tokens,), overflow = ops.put_tokens([st.tokens], k, v, count, st.overflow)
@@ -141,8 +142,6 @@ class Full(Policy):
         start = chunk_starts(st.length, q.shape[3], step.window)
         tokens = st.tokens
         return attend_zone(q, tokens.k, tokens.v, start, st.length, logits=step.logits)
-
-    reversible = True
 
     def free(self, st: FullState) -> Array:
         return self._slots(st) - st.length

@@ -56,6 +56,9 @@ class PerHead(Policy):
     selected: Policy
     others: Policy
 
+    observes = True
+    takes_sinks = True
+
     def __post_init__(self) -> None:
         heads = require_ints("PerHead(heads=...)", self.heads, at_least=0)
         if not heads or len(set(heads)) < len(heads):
@@ -80,8 +83,6 @@ class PerHead(Policy):
             replace(spec, kv_heads=k, q_heads=k * spec.group) for k in (n, K - n)
         )
         return PerHeadState(self.selected.init(selected), self.others.init(others))
-
-    observes = True
 
     @property
     def rounds(self) -> bool:
@@ -116,8 +117,6 @@ class PerHead(Policy):
             self.selected.update_for_step(st.selected, k1, v1, active, of_selected),
             self.others.update_for_step(st.others, k2, v2, active, of_others),
         )
-
-    takes_sinks = True
 
     def attend(
         self, st: PerHeadState, q: Array, step: Step

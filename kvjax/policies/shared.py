@@ -58,6 +58,8 @@ class Follower(SelectedZones):
     heads: tuple[int, ...] | None = None
 
     shares_prefixes = True
+    follows = True
+    takes_steps = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,15 +83,11 @@ class Follower(SelectedZones):
             )
         return super().init(spec)
 
-    follows = True
-
     def select(self, st: ZonedState, q: Array, step: Step) -> NoReturn:
         raise ValueError(
             "Follower attends to what another layer selected and got no selection; pass selection=info.selection to "
             "kvjax.attention, with the info that kvjax.attention_info gave for the layer that it follows"
         )
-
-    takes_steps = False
 
     def attend(self, st: ZonedState, q: Array, step: Step) -> tuple[Array, ZonedState, Info]:
         if step.exact:

@@ -121,6 +121,8 @@ class Speculative(Policy):
         default=None, kw_only=True
     )  # tokens, sink and window included; None: the whole budget
 
+    takes_sinks = True
+
     def __post_init__(self) -> None:
         if not isinstance(self.retrieval, Retrieval):
             raise ValueError(
@@ -207,8 +209,6 @@ class Speculative(Policy):
         )
 
     # ----------------------------------------------------------------------------------------------------- attending
-
-    takes_sinks = True
 
     @property
     def rounds(self) -> bool:

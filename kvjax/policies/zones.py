@@ -111,6 +111,9 @@ class Zoned(Policy):
     demote: Demotion
 
     takes_sinks = True
+    takes_steps = True
+    reversible = True
+    takes_exact = True
 
     def __post_init__(self) -> None:
         keep_ints(self, sink=0, local=1)
@@ -258,10 +261,6 @@ class Zoned(Policy):
         zones = [st.recent] if st.sink is None else [st.sink, st.recent]
         (*sink, recent), overflow = ops.put_tokens(zones, k, v, count, st.overflow)
         return replace(st, sink=sink[0] if sink else None, recent=recent, overflow=overflow)
-
-    takes_steps = True
-
-    reversible = True
 
     def free(self, st: ZonedState) -> Array:
         sink = 0 if st.sink is None else st.sink.slots - st.sink.count
@@ -468,8 +467,6 @@ class Zoned(Policy):
             return self._info_of_all(self.shortened(st, length), None)
 
         return heads_as_steps(out, q.shape[3]), st, jax.vmap(info)(step.lengths)
-
-    takes_exact = True
 
     def _info_of_all(self, st: ZonedState, window: int | None) -> Info:
         """The `Info` of a step that attends to all tokens that a window shows."""

@@ -39,6 +39,8 @@ class SignPlane(Selector):
 
     group_reduce: GroupReduce = "mean_softmax"
 
+    reads_store = True
+
     def __post_init__(self) -> None:
         check_one_of(type(self).__name__, GROUP_REDUCES, group_reduce=self.group_reduce)
 
@@ -47,8 +49,6 @@ class SignPlane(Selector):
 
     def append(self, ix: tuple[()], k: Array, at: Array, count: Array) -> tuple[()]:
         return ()
-
-    reads_store = True
 
     def check_store(self, store: Any) -> None:
         if not isinstance(store, TurboQuant) or store.bits == 8:

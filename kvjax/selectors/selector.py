@@ -138,6 +138,8 @@ class Wrapper(Selector):
 
     selector: Selector
 
+    takes_steps = False
+
     @property
     def unit(self) -> int:
         return self.selector.unit
@@ -145,8 +147,6 @@ class Wrapper(Selector):
     @property
     def group_reduce(self) -> GroupReduce:
         return self.selector.group_reduce
-
-    takes_steps = False
 
     @property
     def reads_store(self) -> bool:  # type: ignore[override]

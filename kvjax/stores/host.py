@@ -72,6 +72,8 @@ class HostOffload(Store):
 
     page: int = 1
 
+    takes_steps = True
+
     def __post_init__(self) -> None:
         keep_ints(self, page=1)
 
@@ -185,8 +187,6 @@ class HostOffload(Store):
             first < stored, quotient(first, self.page), first + (stored // self.page - stored)
         )
         return jnp.max(jnp.where(valid, place, -1), axis=3)
-
-    takes_steps = True
 
     def attend_zones(
         self,

@@ -94,6 +94,8 @@ class _HostCodes(Coded):
 
     page: int = 1
 
+    takes_steps = True
+
     def __post_init__(self) -> None:
         keep_ints(self, page=1)
 
@@ -145,8 +147,6 @@ class _HostCodes(Coded):
         return attend_blocks(
             q, st, start, st.count, read=read, slots=st.slots, unit=Z, logits=logits
         )
-
-    takes_steps = True
 
     def gather(self, st: CodedBlock, selection: Selection) -> tuple[Array, Array]:
         return self._decoded(st, *self._rows.gather(st, selection))

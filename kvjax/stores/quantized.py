@@ -66,6 +66,8 @@ class Quantized(Store):
     value_bits: int | None = None
     value_group: int | None = None
 
+    takes_steps = True
+
     def __post_init__(self) -> None:
         keep_ints(self, bits=1, key_group=1, value_bits=1, value_group=1)
         check_one_of("Quantized", BITS, bits=self.bits, value_bits=self._value_bits)
@@ -200,8 +202,6 @@ class Quantized(Store):
             logits=logits,
             part=part,
         )
-
-    takes_steps = True
 
     def gather(self, st: QuantizedBlock, selection: Selection) -> tuple[Array, Array]:
         D = st.k.codes.shape[-1] * 8 // self.bits

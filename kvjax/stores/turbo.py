@@ -65,6 +65,8 @@ class _Turbo(Coded):
     value_bits: int | None = None
     seed: int = 0
 
+    takes_steps = True
+
     def __post_init__(self) -> None:
         keep_ints(self, bits=1, value_bits=1, seed=0)
         check_one_of(type(self).__name__, BITS, bits=self.bits, value_bits=self.both_bits[1])
@@ -123,7 +125,6 @@ class _Turbo(Coded):
         k, v = (rotate_back(decode(code), self.seed) for code in self.codes(k, v))
         return k, v
 
-    takes_steps = True
     rounds_scales_to = jnp.float16  # for the laws: see `kvjax.testing`
 
 
