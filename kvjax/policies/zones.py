@@ -6,14 +6,17 @@ chunks for the history, which a store holds. So each token lies in exactly one z
     sink | history (store) | recent block
          | slots 0 ... S-1 | slots S ... S+R-1
 
-A selection names slots, because kernels read slots; reports and laws need positions.
-`Zoned.positions` gives the position of a slot, `lowest_slot` the first slot of a zone at or
-past a position.
+Three numbers name a token. Its *position* is that in the text, its *place* the position less
+the row's sink, and its *slot* says where it is stored now, as above. A selection names slots,
+because kernels read slots; reports and laws need positions. `Zoned.positions` gives the
+position of a slot, `lowest_slot` the first slot of a zone at or past a position, and a
+`Demotion` the places of tokens that leave the recent block in another order.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -155,8 +158,10 @@ class Zoned(Policy):
 
     @property
     def _stay(self) -> int:
-        """Tokens that remain in a full recent block; a list of them may be as long as a setting
-        that `init` refuses.
+        """Tokens that remain in a full recent block after a flush.
+
+        Not the length of `Demotion.staying`: that list may be as long as a setting which `init`
+        refuses.
         """
         return self.demote.slots(self.local) - self.demote.leave
 
@@ -176,8 +181,8 @@ class Zoned(Policy):
 
     def update(self, st: ZonedState, k: Array, v: Array, active: Array) -> ZonedState:
         zones = [st.recent] if st.sink is None else [st.sink, st.recent]
-        (*sink, recent), overflow = ops.put_token(zones, k, v, active, st.overflow)
-        return replace(st, sink=sink[0] if sink else None, recent=recent, overflow=overflow)
+        zones, overflow = ops.put_token(zones, k, v, active, st.overflow)
+        return self._with_zones(st, zones, overflow)
 
     def prefill(self, st: ZonedState, k: Array, v: Array, lengths: Array) -> ZonedState:
         dtype = st.recent.k.dtype
@@ -200,26 +205,29 @@ class Zoned(Policy):
         chunks = jnp.clip((total - self._stay) // chunk, 0, room)
         moved = chunks * chunk
 
-        def line(place: Array) -> tuple[Array, Array]:
-            """Keys and values of the tokens at places i32[B or 1, X] of the line."""
-            among_new = slots + place - was_recent[:, None] + to_sink[:, None]
-            source = jnp.where(place < was_recent[:, None], place, among_new)
+        def from_line(number: Array) -> tuple[Array, Array]:
+            """Keys and values of the tokens with the numbers i32[B or 1, X] in the line."""
+            among_new = slots + number - was_recent[:, None] + to_sink[:, None]
+            source = jnp.where(number < was_recent[:, None], number, among_new)
             return (
                 take_rows(jnp.concatenate([st.recent.k, k], axis=2), source),
                 take_rows(jnp.concatenate([st.recent.v, v], axis=2), source),
             )
 
+        # Chunk by chunk, in the order in which flushes would take tokens from the block.
         longest = (slots + k.shape[2] - self._stay) // chunk
         max_chunks = max(min(longest, st.store.slots // chunk), 0)
         if max_chunks > 0:
-            front = self._history(jnp.arange(max_chunks * chunk, dtype=jnp.int32))[None]
-            st = self.append(st, *line(front), moved)
+            history_slots = jnp.arange(max_chunks * chunk, dtype=jnp.int32)
+            front_k, front_v = from_line(self._place_of(history_slots)[None])
+            st = self.append(st, front_k, front_v, moved)
 
-        rest = self.demote.place(chunks[:, None], jnp.arange(slots, dtype=jnp.int32)[None])
-        rest_k, rest_v = line(rest)
+        # The tokens that stay, in the order that those flushes would leave them in.
+        recent_slots = jnp.arange(slots, dtype=jnp.int32)[None]
+        rest_k, rest_v = from_line(self.demote.place(chunks[:, None], recent_slots))
         left = total - moved
         # Zeros past count, where padding of the prompt may have been copied.
-        valid = (jnp.arange(slots, dtype=jnp.int32)[None] < left[:, None])[:, None]
+        valid = (recent_slots < left[:, None])[:, None]
         recent = Block(
             keep_valid(rest_k, valid), keep_valid(rest_v, valid), jnp.minimum(left, slots)
         )
@@ -259,8 +267,14 @@ class Zoned(Policy):
 
     def store_steps(self, st: ZonedState, k: Array, v: Array, count: Array) -> ZonedState:
         zones = [st.recent] if st.sink is None else [st.sink, st.recent]
-        (*sink, recent), overflow = ops.put_tokens(zones, k, v, count, st.overflow)
-        return replace(st, sink=sink[0] if sink else None, recent=recent, overflow=overflow)
+        zones, overflow = ops.put_tokens(zones, k, v, count, st.overflow)
+        return self._with_zones(st, zones, overflow)
+
+    @staticmethod
+    def _with_zones(st: ZonedState, zones: Sequence[Block], overflow: Array) -> ZonedState:
+        """`st` with another recent block, the last of `zones`, and sink, if it has one."""
+        sink = None if st.sink is None else zones[0]
+        return replace(st, sink=sink, recent=zones[-1], overflow=overflow)
 
     def free(self, st: ZonedState) -> Array:
         sink = 0 if st.sink is None else st.sink.slots - st.sink.count
@@ -352,15 +366,13 @@ class Zoned(Policy):
         by_row = (-1, *(1,) * (slots.ndim - 1))
         sink = st.offset_store.reshape(by_row)
         count = st.store.count.reshape(by_row)
-        if (
-            self.demote.ordered
-        ):  # the block continues where the history ends; fewer operations than `place`
-            return sink + jnp.where(
-                slots < st.store.slots, slots, slots - st.store.slots + count
-            )
+        # The block continues where the history ends: fewer operations than `Demotion.place`.
+        if self.demote.ordered:
+            of_block = slots - st.store.slots + count
+            return sink + jnp.where(slots < st.store.slots, slots, of_block)
         chunks = count // self.demote.leave
         recent = self.demote.place(chunks, jnp.maximum(slots - st.store.slots, 0))
-        return sink + jnp.where(slots < st.store.slots, self._history(slots), recent)
+        return sink + jnp.where(slots < st.store.slots, self._place_of(slots), recent)
 
     def slots_at(self, st: ZonedState, positions: Array) -> Array:
         """The slots i32[B, ...] of `positions` i32[B, ...] past the sink, as `positions` counts
@@ -370,8 +382,9 @@ class Zoned(Policy):
         count = st.store.count.reshape(by_row)
         return jnp.where(place < count, place, st.store.slots + place - count)
 
-    def _history(self, slots: Array) -> Array:
-        """The place past the sink of the tokens in slots of the history."""
+    def _place_of(self, slots: Array) -> Array:
+        """The place past the sink of the tokens in slots of the history, counted from the first
+        chunk: those of a chunk lie in it in the order of `Demotion.leaving`."""
         leaving = jnp.asarray(self.demote.leaving(self.local), jnp.int32)
         return self.demote.place(slots // self.demote.leave, leaving[slots % self.demote.leave])
 
@@ -388,34 +401,38 @@ class Zoned(Policy):
             first = lowest_visible(st.length - 1, window)
         # Values past the counts of recent and sink need no mask: `prefill` and `flush` keep
         # them finite.
-        recent = Span(
-            st.recent.k, st.recent.v, lowest_slot(first, st.offset_recent), st.recent.count
-        )
+        recent_start = lowest_slot(first, st.offset_recent)
         sink = None
         if st.sink is not None:
-            sink = Span(
-                st.sink.k,
-                st.sink.v,
-                lowest_slot(first, jnp.zeros_like(st.sink.count)),
-                st.sink.count,
-            )
+            sink_start = lowest_slot(first, jnp.zeros_like(st.sink.count))
+            sink = Span(st.sink.k, st.sink.v, sink_start, st.sink.count)
         return Visible(
-            st.length, first, window, lowest_slot(first, st.offset_store), recent, sink
+            length=st.length,
+            first=first,
+            window=window,
+            store=lowest_slot(first, st.offset_store),
+            recent=Span(st.recent.k, st.recent.v, recent_start, st.recent.count),
+            sink=sink,
         )
 
     @staticmethod
     def _visible_steps(st: ZonedState, lengths: Array) -> Visible:
         """`visible` of T steps with lengths i32[B, T]."""
-        # one for all steps
+        start = jnp.zeros((lengths.shape[0], 1), jnp.int32)  # one for all steps
         sink = None
-        start = jnp.zeros((lengths.shape[0], 1), jnp.int32)
-        recent = lengths - st.store.count[:, None]
+        recent_stop = lengths - st.store.count[:, None]
         if st.sink is not None:
             sink_stop = jnp.minimum(lengths, st.sink.slots)
             sink = Span(st.sink.k, st.sink.v, start, sink_stop)
-            recent = recent - sink_stop
-        seen = Span(st.recent.k, st.recent.v, start, recent)
-        return Visible(lengths, None, None, jnp.zeros_like(st.store.count), seen, sink)
+            recent_stop = recent_stop - sink_stop
+        return Visible(
+            length=lengths,
+            first=None,
+            window=None,
+            store=jnp.zeros_like(st.store.count),
+            recent=Span(st.recent.k, st.recent.v, start, recent_stop),
+            sink=sink,
+        )
 
     def _require_order(self, window: int) -> None:
         if not self.demote.ordered:
