@@ -13,6 +13,11 @@ kvjax traces `Policy.init` for more rows and for more heads, and sees which axes
 arrays grow. An array must begin with its rows, and an axis that joins heads with something else
 must count the heads first. A mean over all heads is the only thing that a device cannot compute
 alone; a policy calls `mean_over_heads` for it.
+
+A letter for each axis says how an array is split, such as "BKS." for keys [B, K, S, D] of a
+history: B rows, K or N heads, S slots of a history that context splits; axes of any other letter,
+or of ".", are not split. `Placement.spec` makes PartitionSpecs of letters, and `_letters` finds
+those of a policy's state.
 """
 
 from __future__ import annotations
@@ -41,10 +46,9 @@ AXES = ("batch", "heads", "context")  # fields of a Placement
 Selecting: TypeAlias = Literal["exact", "share"]
 
 _WHOLE = PartitionSpec()
-_of_model = jax.make_user_context(None)  # the AbstractMesh of `call_model`
-_current = jax.make_user_context(
-    None
-)  # the Placement whose shard_map is being traced; jit's caches have it as a key
+# Both are set while a function is traced, and are parts of the keys of jit's caches.
+_model_mesh = jax.make_user_context(None)  # the AbstractMesh of `call_model`
+_placement_of_part = jax.make_user_context(None)  # the Placement of `run_on_parts`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +87,7 @@ class Placement:
             axes = getattr(self, what)
             if isinstance(axes, list):
                 object.__setattr__(self, what, tuple(axes))
-            for axis in _names(what, axes):
+            for axis in _axis_names(what, axes):
                 if axis not in self.mesh.shape:
                     raise ValueError(
                         f"Placement({what}={axis!r}): the mesh has no axis of that name; its axes are {self._axes()}"
@@ -125,12 +129,14 @@ class Placement:
 
     def devices_of(self, axes: Axes) -> int:
         """Returns the number of devices along `axes` of the mesh; 1 for None."""
-        return math.prod(self.mesh.shape[axis] for axis in _names("axes", axes))
+        return math.prod(self.mesh.shape[axis] for axis in _axis_names("axes", axes))
 
     @property
     def heads_and_context(self) -> Axes:
         """The axes that split a part of a model without heads, such as its MLP."""
-        axes = (*_names("heads", self.heads), *_names("context", self.context))
+        heads = _axis_names("heads", self.heads)
+        context = _axis_names("context", self.context)
+        axes = (*heads, *context)
         return axes if len(axes) > 1 else next(iter(axes), None)
 
     def spec(self, letters: str) -> PartitionSpec:
@@ -151,13 +157,13 @@ class Placement:
         ):
             parts = self.parts(what)
             if size % parts:
-                fits = [n for n in range(1, parts + 1) if parts % n == 0 and size % n == 0]
-                cure = f"make the batch a multiple of {parts}, or split it over {fits[-1]}"
-                if what == "heads" and fits[-1] == 1:
+                fits = math.gcd(parts, size)  # devices over which it can be split
+                cure = f"make the batch a multiple of {parts}, or split it over {fits}"
+                if what == "heads" and fits == 1:
                     cure = "split the batch or the tokens of a row (context) in their place"
                 elif what == "heads":
-                    rest = parts // fits[-1]
-                    cure = f"use an axis of {fits[-1]} for heads and one of {rest} for context, or for the batch"
+                    rest = parts // fits
+                    cure = f"use an axis of {fits} for heads and one of {rest} for context, or for the batch"
                 raise ValueError(
                     f"Placement({what}={getattr(self, what)!r}) cannot split {size} {name} evenly over {parts} "
                     f"devices; {cure}"
@@ -194,20 +200,23 @@ class Placement:
                 f"{policy} keeps an array that grows with the capacity and has no over_context, so its tokens cannot "
                 f"be split over the {self.parts('context')} devices of context; split only rows and heads"
             )
-        whole = jax.eval_shape(partial(policy.init, spec))
-        parts = {
+
+        # The parts of all devices together must be the whole of each array.
+        whole = _whole_shapes(policy, spec)
+        devices = {
             "B": self.parts("batch"),
             "K": self.parts("heads"),
             "S": self.parts("context"),
             ".": 1,
         }
-        found = _zip_with_paths(whole, _part_shapes(policy, spec, self))
+        arrays = _zip_with_paths(whole, _part_shapes(policy, spec, self))
         for (path, leaf, part), letters in zip(
-            found, _letters(policy, spec, self), strict=True
+            arrays, _letters(policy, spec, self), strict=True
         ):
-            if leaf.shape != tuple(
-                size * parts[a] for size, a in zip(part.shape, letters, strict=True)
-            ):
+            of_all = [
+                size * devices[letter] for size, letter in zip(part.shape, letters, strict=True)
+            ]
+            if list(leaf.shape) != of_all:
                 raise ValueError(
                     f"{policy} cannot be split as {self}: its array {path} is {list(leaf.shape)}, but a cache of the "
                     f"rows and heads of one device has {list(part.shape)}"
@@ -225,7 +234,11 @@ class Placement:
         return policy.over_context(self.context, parts)
 
     def enter(self, policy: Any, spec: CacheSpec, state: Any) -> Any:
-        """A device's part of a state, in the tree structure of `policy_of_part`'s state."""
+        """A device's part of a state, in the tree structure of `policy_of_part`'s state.
+
+        `shard_map` splits the arrays, but keeps the structure of the whole cache's state, whose
+        static fields are those of the whole.
+        """
         return jax.tree.unflatten(
             jax.tree.structure(_part_shapes(policy, spec, self)), jax.tree.leaves(state)
         )
@@ -233,10 +246,9 @@ class Placement:
 
 def state_specs(policy: Any, spec: CacheSpec, placement: Placement) -> Any:
     """Returns the tree of PartitionSpecs of a policy's state."""
-    tree = _axes_of(policy, spec)[1]
-    return jax.tree.unflatten(
-        tree, [placement.spec(axes) for axes in _letters(policy, spec, placement)]
-    )
+    structure = jax.tree.structure(_whole_shapes(policy, spec))
+    specs = [placement.spec(letters) for letters in _letters(policy, spec, placement)]
+    return jax.tree.unflatten(structure, specs)
 
 
 def state_shardings(policy: Any, spec: CacheSpec, placement: Placement) -> Any:
@@ -273,45 +285,45 @@ def in_order_of_place(
     """A state whose histories have their slots in order of place, as on one device; with
     `back`, the inverse.
 
-    Each device then holds adjacent places. For copies that must not depend on the placement,
-    such as those on disk.
+    The slots of a history over devices are those of the first device, then those of the second;
+    each has its stripes in order, [devices, stripes, tokens of a stripe]. In order of place they
+    are [stripes, devices, tokens of a stripe], so each device then holds adjacent places. For
+    copies that must not depend on the placement, such as those on disk.
     """
     if placement is None or placement.policy_of_part(policy) is policy:
         return state
-    parts = placement.parts("context")
-    stripes = policy.stripes_per_device(spec, parts)
+    devices = placement.parts("context")
+    stripes = policy.stripes_per_device(spec, devices)
     mesh = Mesh(placement.mesh.devices, placement.mesh.axis_names)
 
     def moved(leaf: Any, letters: str) -> Any:
         if "S" not in letters:
             return leaf
         axis = letters.index("S")
-        dealt = (stripes, parts) if back else (parts, stripes)
+        sizes = (stripes, devices) if back else (devices, stripes)
         on_host = jax.typeof(leaf).memory_space == jax.memory.Space.Host
         home = NamedSharding(
             mesh, placement.spec(letters), memory_kind="pinned_host" if on_host else None
         )
         if not isinstance(leaf, Tracer):
             leaf = jax.device_put(leaf, home)
-        return _swap(axis, dealt, on_host, home)(leaf)
+        return _swap(axis, sizes, on_host, home)(leaf)
 
-    found = [
-        moved(*pair)
-        for pair in zip(jax.tree.leaves(state), _letters(policy, spec, placement), strict=True)
-    ]
-    return jax.tree.unflatten(jax.tree.structure(state), found)
+    pairs = zip(jax.tree.leaves(state), _letters(policy, spec, placement), strict=True)
+    leaves = [moved(leaf, letters) for leaf, letters in pairs]
+    return jax.tree.unflatten(jax.tree.structure(state), leaves)
 
 
 @lru_cache(maxsize=256)
-def _swap(axis: int, dealt: tuple[int, int], on_host: bool, home: NamedSharding) -> Any:
-    """A jitted function that transposes an axis, seen as two axes of sizes `dealt`. Cached, so
-    compiled once.
+def _swap(axis: int, sizes: tuple[int, int], on_host: bool, home: NamedSharding) -> Any:
+    """A jitted function that swaps the first two of the three axes that an axis is seen as, of
+    which `sizes` has their sizes. Cached, so compiled once.
     """
 
     def swap(x: Array) -> Array:
         x = to_device(x) if on_host else x
         with axes_of(home.mesh.abstract_mesh):
-            split = x.reshape(*x.shape[:axis], *dealt, -1, *x.shape[axis + 1 :])
+            split = x.reshape(*x.shape[:axis], *sizes, -1, *x.shape[axis + 1 :])
             y = jnp.swapaxes(split, axis, axis + 1).reshape(x.shape)
             return to_host(y) if on_host else y
 
@@ -321,12 +333,14 @@ def _swap(axis: int, dealt: tuple[int, int], on_host: bool, home: NamedSharding)
 def run_on_parts(
     placement: Placement, f: Any, in_specs: tuple[Any, ...], out_specs: Any, *operands: Any
 ) -> Any:
-    """Runs f(*operands) on each device, with its own part of the operands. `out_specs` may be
+    """Runs f(*operands) on each device, with its own part of the operands.
+
+    Specs are trees of PartitionSpecs, those of `in_specs` like the operands; `out_specs` may be
     prefixes of trees.
     """
 
     def local(*operands: Any) -> Any:
-        with _current(placement):
+        with _placement_of_part(placement):
             return f(*operands)
 
     # check_vma is off: it checks which results are equal on all devices, but not with in-place
@@ -373,7 +387,7 @@ def to_context(x: Any, spec: PartitionSpec = _WHOLE) -> Any:
         if kind is AxisType.Explicit
     }
     known = [
-        tuple(name for name in _names("spec", axes) if name in explicit) or None
+        tuple(name for name in _axis_names("spec", axes) if name in explicit) or None
         for axes in spec
     ]
     return jax.sharding.reshard(x, NamedSharding(around, PartitionSpec(*known)))
@@ -398,7 +412,7 @@ def loops_on_auto_axes(placement: Placement | None) -> Iterator[None]:
     if not explicit or AxisType.Manual in around.axis_types:
         yield
         return
-    with jax.sharding.use_abstract_mesh(auto_axes(explicit[0])), _of_model(explicit[0]):
+    with jax.sharding.use_abstract_mesh(auto_axes(explicit[0])), _model_mesh(explicit[0]):
         yield
 
 
@@ -406,7 +420,7 @@ def call_model(model: Any, tokens: Array, cache: Any, **settings: Any) -> Any:
     """Calls model(tokens, cache, **settings) under the Explicit axes that `loops_on_auto_axes`
     found, if any.
     """
-    mesh = _of_model.value
+    mesh = _model_mesh.value
     if mesh is None:
         return model(tokens, cache, **settings)
     rows = _WHOLE if cache.placement is None else cache.placement.spec("B")
@@ -423,7 +437,7 @@ def mean_over_heads(x: Array) -> Array:
     A policy that takes a mean over all heads first takes the mean over its own heads, then
     calls this.
     """
-    placement = _current.value
+    placement = _placement_of_part.value
     return x if placement is None or placement.heads is None else lax.pmean(x, placement.heads)
 
 
@@ -431,7 +445,7 @@ def context_axis() -> tuple[Axis, int] | None:
     """Returns the context axis and its number of devices, inside of `run_on_parts`; None if the
     context is not split.
     """
-    placement = _current.value
+    placement = _placement_of_part.value
     if placement is None or placement.context is None or placement.parts("context") == 1:
         return None
     return placement.context, placement.parts("context")
@@ -497,10 +511,13 @@ def first_row(placement: Placement, rows: int) -> Array | int:
     return 0 if placement.batch is None else lax.axis_index(placement.batch) * rows
 
 
-# --------------------------------------------------------------------------------------------------------------- parts
+# ------------------------------------------------------------------------------------------------------ axes of a state
 
 
-def _names(what: str, axes: Any) -> tuple[str, ...]:
+def _axis_names(what: str, axes: Any) -> tuple[str, ...]:
+    """The names of axes as a tuple. Raises ValueError for a field `what` that holds anything
+    else.
+    """
     if axes is None:
         return ()
     names = (axes,) if isinstance(axes, str) else axes
@@ -512,31 +529,34 @@ def _names(what: str, axes: Any) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=256)
-def _axes_of(policy: Any, spec: CacheSpec) -> tuple[list[tuple[str, str]], Any]:
-    """Path and letters of each array of a state, and the tree; "BK.." for an array [B, K, S,
-    D].
+def _letters_without_context(policy: Any, spec: CacheSpec) -> list[str]:
+    """The letters of each array of a state, by which axes grow with rows and heads; "BK.." for
+    an array [B, K, S, D].
     """
-
-    def traced(**sizes: Any) -> Any:
-        return jax.eval_shape(partial(policy.init, dataclasses.replace(spec, **sizes)))
-
-    base = traced()
-    rows = traced(batch=2 * spec.batch)
-    heads = traced(kv_heads=2 * spec.kv_heads, q_heads=2 * spec.q_heads)
+    twice_rows = dataclasses.replace(spec, batch=2 * spec.batch)
+    twice_heads = dataclasses.replace(
+        spec, kv_heads=2 * spec.kv_heads, q_heads=2 * spec.q_heads
+    )
+    rows = jax.eval_shape(partial(policy.init, twice_rows))
+    heads = jax.eval_shape(partial(policy.init, twice_heads))
     found = []
     for (path, a, more_rows), more_heads in zip(
-        _zip_with_paths(base, rows), jax.tree.leaves(heads), strict=True
+        _zip_with_paths(_whole_shapes(policy, spec), rows), jax.tree.leaves(heads), strict=True
     ):
         letters = ""
-        for size, b, k in zip(a.shape, more_rows.shape, more_heads.shape, strict=True):
-            if b != size and k != size:
+        for size, of_more_rows, of_more_heads in zip(
+            a.shape, more_rows.shape, more_heads.shape, strict=True
+        ):
+            has_rows = of_more_rows != size
+            has_heads = of_more_heads != size
+            if has_rows and has_heads:
                 raise ValueError(
                     f"{policy} keeps an array {path} of shape {list(a.shape)} with an axis of rows and heads together, "
                     "which a Placement cannot split; give rows their own axis"
                 )
-            letters += "B" if b != size else "K" if k != size else "."
-        found.append((path, letters))
-    return found, jax.tree.structure(base)
+            letters += "B" if has_rows else "K" if has_heads else "."
+        found.append(letters)
+    return found
 
 
 def _split_as(mesh: Mesh, spec: PartitionSpec, x: Array) -> Array:
@@ -556,26 +576,32 @@ def _split_as(mesh: Mesh, spec: PartitionSpec, x: Array) -> Array:
 
 @lru_cache(maxsize=256)
 def _letters(policy: Any, spec: CacheSpec, placement: Placement) -> list[str]:
-    """Returns the letters of each array of a state: those of `_axes_of`, and "S" for the axis
-    that context splits.
+    """Returns the letters of each array of a state, with "S" for the axis that context splits:
+    the one that is smaller in the state of a device.
     """
-    known = [letters for _, letters in _axes_of(policy, spec)[0]]
+    known = _letters_without_context(policy, spec)
     if placement.parts("context") == 1:
         return known
-    whole = jax.tree.leaves(jax.eval_shape(partial(policy.init, placement.local(spec))))
+    whole = jax.tree.leaves(_whole_shapes(policy, placement.local(spec)))
     parts = jax.tree.leaves(_part_shapes(policy, spec, placement))
-    return [
-        "".join(
-            letter if a == b else "S"
-            for letter, a, b in zip(letters, one.shape, part.shape, strict=True)
-        )
-        for letters, one, part in zip(known, whole, parts, strict=True)
-    ]
+
+    def with_context(letters: str, whole: Any, part: Any) -> str:
+        axes = zip(letters, whole.shape, part.shape, strict=True)
+        return "".join(letter if size == own else "S" for letter, size, own in axes)
+
+    pairs = zip(known, whole, parts, strict=True)
+    return [with_context(letters, one, part) for letters, one, part in pairs]
+
+
+@lru_cache(maxsize=256)
+def _whole_shapes(policy: Any, spec: CacheSpec) -> Any:
+    """Returns the shapes of a state on one device that has everything."""
+    return jax.eval_shape(partial(policy.init, spec))
 
 
 @lru_cache(maxsize=256)
 def _part_shapes(policy: Any, spec: CacheSpec, placement: Placement) -> Any:
-    """Returns the shapes of a state of one device."""
+    """Returns the shapes of a device's part of a state."""
     init = partial(placement.policy_of_part(policy).init, placement.local(spec))
     if placement.policy_of_part(policy) is not policy:  # its init may depend on the device
         init = jax.shard_map(
