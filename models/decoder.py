@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,8 @@ from kvjax.attention import attention_info, decode_info
 from kvjax.cache.cache import Cache, LayerCache, as_rows
 from kvjax.cache.flushing import flush
 from kvjax.numerics.derivatives import with_derivative
+from kvjax.numerics.selection import Selection
+from kvjax.policies import Info
 from kvjax.sharding.placement import (
     Placement,
     auto_axes,
@@ -64,7 +67,10 @@ class Attention(nnx.Module):
     """Grouped-query attention with RoPE, over the tokens that the layer's cache attends to."""
 
     def __init__(self, config: DecoderConfig, *, layer: int, rngs: nnx.Rngs, dtype: np.dtype):
-        hidden, N, K, D = config.hidden_size, config.q_heads, config.kv_heads, config.head_dim
+        hidden = config.hidden_size
+        N = config.q_heads
+        K = config.kv_heads
+        D = config.head_dim
         common: dict[str, Any] = {
             "scale": config.initializer_range,
             "rngs": rngs,
@@ -95,11 +101,9 @@ class Attention(nnx.Module):
         )  # [N]
         self.head_dim = D
         self.rope = config.rope_of(layer) if len(config.ropes) > 1 or config.unrotated else 0
-        self.window, self.scale, self.soft_cap = (
-            config.windows[layer],
-            config.query_scale,
-            config.soft_cap,
-        )
+        self.window = config.windows[layer]
+        self.scale = config.query_scale
+        self.soft_cap = config.soft_cap
 
     def __call__(
         self,
@@ -108,30 +112,63 @@ class Attention(nnx.Module):
         sin: Any,
         cache: LayerCache | None,
         *,
+        lengths: ArrayLike | None = None,
+        active: ArrayLike | None = None,
+        first_chunk: bool = False,
         steps: bool = False,
         exact: bool = False,
-        **settings: Any,
-    ) -> tuple[Array, LayerCache | None, Any]:
+        selection: Selection | None = None,
+    ) -> tuple[Array, LayerCache | None, Info | None]:
+        """out [B, T, hidden] of x [B, T, hidden], the cache with its T tokens, and what a decode
+        step read. The arguments are those of `Decoder`, of which `steps` and `exact` need a
+        cache.
+        """
         q, k, v = (
             part(x).reshape(*x.shape[:2], -1, self.head_dim)
             for part in (self.q, self.k, self.v)
         )
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         if self.rope is not None:
-            own = (cos, sin) if isinstance(cos, Array) else (cos[self.rope], sin[self.rope])
-            q, k = rope.rotate(q, *own), rope.rotate(k, *own)
-        info: Any
-        settings |= {"window": self.window, "scale": self.scale, "soft_cap": self.soft_cap}
-        if self.sinks is not None:
-            settings["sinks"] = self.sinks[...].astype(jnp.float32)
+            # Tuples have one entry for each kind of RoPE that the model's layers have.
+            own_cos, own_sin = (a if isinstance(a, Array) else a[self.rope] for a in (cos, sin))
+            q = rope.rotate(q, own_cos, own_sin)
+            k = rope.rotate(k, own_cos, own_sin)
+        sinks = None if self.sinks is None else self.sinks[...].astype(jnp.float32)
+        info: Info | None
         if steps and cache is not None:
-            settings.pop("first_chunk")
             mixed, cache, info = decode_info(
-                cache, q, k, v, flush=False, exact=exact, **settings
+                cache,
+                q,
+                k,
+                v,
+                lengths=lengths,
+                active=active,
+                window=self.window,
+                scale=self.scale,
+                soft_cap=self.soft_cap,
+                sinks=sinks,
+                flush=False,
+                selection=selection,
+                exact=exact,
             )
         else:
-            mixed, cache, info = attention_info(cache, q, k, v, flush=False, **settings)
+            mixed, cache, info = attention_info(
+                cache,
+                q,
+                k,
+                v,
+                lengths=lengths,
+                active=active,
+                window=self.window,
+                scale=self.scale,
+                soft_cap=self.soft_cap,
+                sinks=sinks,
+                first_chunk=first_chunk,
+                flush=False,
+                selection=selection,
+            )
         mixed = mixed.reshape(*x.shape[:2], -1)
         if self.gate is not None:
             mixed = mixed * jax.nn.sigmoid(self.gate(x))
@@ -209,43 +246,50 @@ class MixtureOfExperts(nnx.Module):
     """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: np.dtype):
-        assert config.experts is not None
-        self.config = by = config.experts
-        hidden, E, inner, scale = (
-            config.hidden_size,
-            by.count,
-            by.size,
-            config.initializer_range,
-        )
+        experts = config.experts
+        assert experts is not None
+        self.config = experts
+        hidden = config.hidden_size
+        E = experts.count
+        inner = experts.size
+        scale = config.initializer_range
         common: dict[str, Any] = {"scale": scale, "rngs": rngs, "dtype": dtype}
 
         def each(*shape: int, axes: tuple[str, ...]) -> nnx.Param:
             return named_param(normal(rngs, (E, *shape), scale, dtype), ("experts", *axes))
 
-        self.router = Router(hidden, E, bias=by.bias, **common)
+        self.router = Router(hidden, E, bias=experts.bias, **common)
         self.gate = each(inner, hidden, axes=("mlp", "embed"))  # [E, inner, hidden]
         self.up = each(inner, hidden, axes=("mlp", "embed"))
         self.down = each(hidden, inner, axes=("embed", "mlp"))
         sizes = {"gate": (inner, "mlp"), "up": (inner, "mlp"), "down": (hidden, "embed")}
         for name, (size, axis) in sizes.items():  # [E, inner], or [E, hidden]
-            bias = (
-                named_param(jnp.zeros((E, size), dtype), ("experts", axis)) if by.bias else None
-            )
+            bias = None
+            if experts.bias:
+                bias = named_param(jnp.zeros((E, size), dtype), ("experts", axis))
             setattr(self, name + "_bias", bias)
-        self.shared = (
-            MLP(config, rngs=rngs, dtype=dtype, size=by.shared_size) if by.shared_size else None
-        )
-        own: dict[str, Any] = {"axes": ("embed", "one"), "bias": False}
-        self.shared_gate = Linear(hidden, 1, **own, **common) if by.shared_size else None
+        # One more expert, which all tokens pass, if the model has one.
+        shared = None
+        shared_gate = None
+        if experts.shared_size:
+            shared = MLP(config, rngs=rngs, dtype=dtype, size=experts.shared_size)
+            shared_gate = Linear(hidden, 1, axes=("embed", "one"), bias=False, **common)
+        self.shared = shared
+        self.shared_gate = shared_gate
         self.activation = config.activation
 
     def __call__(self, x: Array, placement: Placement | None = None) -> Array:
-        by, flat = self.config, keep_tokens(placement, x).reshape(-1, x.shape[-1])
-        n, k = flat.shape[0], by.per_token
-        few = n * k <= max(by.count, k)
+        experts = self.config
+        flat = keep_tokens(placement, x).reshape(-1, x.shape[-1])
+        n = flat.shape[0]
+        k = experts.per_token
+        few = n * k <= max(experts.count, k)
+
+        # Each token becomes k rows, one for each expert that the router chose for it.
         logits = self.router(flat, few=few)
-        weights, chosen = route(logits, k, normalised=by.normalised)
-        which, rows = chosen.reshape(-1), jnp.repeat(flat, k, axis=0)
+        weights, chosen = route(logits, k, normalised=experts.normalised)
+        which = chosen.reshape(-1)
+        rows = jnp.repeat(flat, k, axis=0)
         parts = {
             name: getattr(self, name)
             for name in ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
@@ -259,9 +303,10 @@ class MixtureOfExperts(nnx.Module):
                 partial(self._in_blocks, known=False), partial(self._in_blocks, known=True)
             )
             mixed = in_order(weighted, rows[order], which)[jnp.argsort(order)]
-        out = jnp.sum(
-            mixed.reshape(n, k, -1).astype(jnp.float32) * weights[..., None], axis=1
-        ).astype(x.dtype)
+
+        # The rows of a token are summed by the router's weights.
+        of_token = mixed.reshape(n, k, -1).astype(jnp.float32)
+        out = jnp.sum(of_token * weights[..., None], axis=1).astype(x.dtype)
         if self.shared is not None and self.shared_gate is not None:
             out += jax.nn.sigmoid(self.shared_gate(flat)) * self.shared(flat)
         return out.reshape(x.shape)
@@ -276,41 +321,49 @@ class MixtureOfExperts(nnx.Module):
         again. With `known` the loop has as many turns as there may be blocks, so that it has a
         derivative.
         """
-        m, E = x.shape[0], self.config.count
-        size = min(max(16, 1 << (m // E).bit_length()), 256)
-        sizes = jnp.bincount(which, length=E).astype(jnp.int32)
-        blocks = (sizes + (size - 1)) // size
-        ends, last = jnp.cumsum(sizes), jnp.cumsum(blocks)
-        padded = jnp.pad(x, ((0, size), (0, 0)))
+        m = x.shape[0]
+        E = self.config.count
+        block = min(max(16, 1 << (m // E).bit_length()), 256)  # rows
+        rows_of = jnp.bincount(which, length=E).astype(jnp.int32)  # of each expert
+        blocks_of = (rows_of + (block - 1)) // block
+        last_row = jnp.cumsum(rows_of)  # where the rows of each expert end
+        last_block = jnp.cumsum(blocks_of)
+        padded = jnp.pad(x, ((0, block), (0, 0)))
 
-        def one(i: Array, out: Array) -> Array:
-            e = jnp.minimum(jnp.searchsorted(last, i, side="right"), E - 1)
-            # past the last block: in the padding
-            first = ends[e] - sizes[e] + (i - last[e] + blocks[e]) * size
-            rows = jax.lax.dynamic_slice_in_dim(padded, first, size)
-            return jax.lax.dynamic_update_slice_in_dim(
-                out, self._mix(weighted, rows, e, _by_block), first, 0
-            )
+        def add_block(i: Array, out: Array) -> Array:
+            e = jnp.minimum(jnp.searchsorted(last_block, i, side="right"), E - 1)
+            # A block past the last one lies in the padding.
+            block_of_expert = i - last_block[e] + blocks_of[e]
+            first = last_row[e] - rows_of[e] + block_of_expert * block
+            rows = jax.lax.dynamic_slice_in_dim(padded, first, block)
+            mixed = self._mix(weighted, rows, e, _by_block)
+            return jax.lax.dynamic_update_slice_in_dim(out, mixed, first, 0)
 
+        nothing = jnp.zeros_like(padded)
         if not known:
-            return jax.lax.fori_loop(0, last[-1], one, jnp.zeros_like(padded))[:m]
-        every = jnp.arange(m // size + E, dtype=jnp.int32)
-        return jax.lax.scan(lambda out, i: (one(i, out), None), jnp.zeros_like(padded), every)[
-            0
-        ][:m]
+            return jax.lax.fori_loop(0, last_block[-1], add_block, nothing)[:m]
+        most_blocks = jnp.arange(m // block + E, dtype=jnp.int32)
+        out, _ = jax.lax.scan(lambda out, i: (add_block(i, out), None), nothing, most_blocks)
+        return out[:m]
 
     def _mix(self, weighted: dict[str, Array], x: Array, which: Array, product: Any) -> Array:
-        """Rows [m, hidden] of x through the experts `which`, i32[m], or i32[] for all of them."""
+        """Rows [m, hidden] of x through the experts `which`: i32[m] with the `product` `_by_row`,
+        or i32[], one for all of them, with `_by_block`.
+        """
 
         def linear(x: Array, name: str) -> Array:
-            y, bias = product(x, weighted[name], which), weighted.get(name + "_bias")
+            y = product(x, weighted[name], which)
+            bias = weighted.get(name + "_bias")
             return y if bias is None else y + jnp.broadcast_to(bias[which], y.shape)
 
-        gate, up = linear(x, "gate"), linear(x, "up")
+        gate = linear(x, "gate")
+        up = linear(x, "up")
         if self.config.clamp is None:
             return linear(ACTIVATIONS[self.activation](gate) * up, "down")
+        # As in gpt-oss.
         alpha, limit = self.config.clamp
-        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+        gate = jnp.minimum(gate, limit)
+        up = jnp.clip(up, -limit, limit)
         return linear((up + 1) * gate * jax.nn.sigmoid(alpha * gate), "down")
 
 
@@ -322,13 +375,20 @@ def route(logits: Array, k: int, *, normalised: bool) -> tuple[Array, Array]:
     these. An expert's place is the number of those before it: a GPU counts in one kernel, and
     `jax.lax.top_k` is a sort of several microseconds.
     """
-    (n, E), count = logits.shape, functools.partial(jnp.sum, axis=-1, dtype=jnp.int32)
+    n, E = logits.shape
+    count = functools.partial(jnp.sum, axis=-1, dtype=jnp.int32)
+
+    # The place of each expert: how many others have a larger logit, or an equal one and a lower
+    # number.
     own, other = (jax.lax.broadcasted_iota(jnp.int32, (n, E, E), i) for i in (1, 2))
-    before = (logits[:, None] > logits[..., None]) | (
-        (logits[:, None] == logits[..., None]) & (other < own)
-    )
+    own_logit = logits[..., None]
+    other_logit = logits[:, None]
+    before = (other_logit > own_logit) | ((other_logit == own_logit) & (other < own))
+
+    # The expert at each of the first k places; a sum of which one term is not 0.
     place, expert = (jax.lax.broadcasted_iota(jnp.int32, (n, k, E), i) for i in (1, 2))
     chosen = count(jnp.where(count(before)[:, None] == place, expert, 0))
+
     best = jnp.take_along_axis(logits, chosen, axis=1)
     largest = jax.lax.stop_gradient(best[:, :1])
     shares = jnp.exp(best - largest)
@@ -361,11 +421,9 @@ class Layer(nnx.Module):
     """
 
     def __init__(self, config: DecoderConfig, *, layer: int, rngs: nnx.Rngs, dtype: np.dtype):
-        by, norm = (
-            config.experts,
-            partial(RMSNorm, config.hidden_size, **norm_settings(config, dtype)),
-        )
-        dense = by is None or layer in by.dense_layers
+        norm = partial(RMSNorm, config.hidden_size, **norm_settings(config, dtype))
+        experts = config.experts
+        dense = experts is None or layer in experts.dense_layers
         self.attention_norm = norm()
         mixes = layer in config.recurrent
         self.attention = (
@@ -382,36 +440,69 @@ class Layer(nnx.Module):
         self.post_mlp_norm = norm() if config.post_norms else None
 
     def __call__(
-        self, x: Array, cos: Any, sin: Any, cache: LayerCache | None, **settings: Any
-    ) -> tuple[Array, LayerCache | None, Any]:
-        placement = None if cache is None or settings.get("steps") else cache.placement
+        self,
+        x: Array,
+        cos: Any,
+        sin: Any,
+        cache: LayerCache | None,
+        *,
+        lengths: ArrayLike | None = None,
+        active: ArrayLike | None = None,
+        first_chunk: bool = False,
+        steps: bool = False,
+        exact: bool = False,
+        selection: Selection | None = None,
+    ) -> tuple[Array, LayerCache | None, Info | None]:
+        """As `Attention`; a mixer has no Info, and what is attention's alone does not concern it."""
+        placement = None if cache is None or steps else cache.placement
         normed = self.attention_norm(x)
         info = None
         if self.attention is not None:
-            mixed, cache, info = self.attention(normed, cos, sin, cache, **settings)
+            mixed, cache, info = self.attention(
+                normed,
+                cos,
+                sin,
+                cache,
+                lengths=lengths,
+                active=active,
+                first_chunk=first_chunk,
+                steps=steps,
+                exact=exact,
+                selection=selection,
+            )
         else:
-            mixed, cache = self._mix(normed, cache, **settings)
+            assert self.mixer is not None
+            # A mixer reads tokens in order, so each device has all of a chunk.
+            mixed, cache = self.mixer(
+                keep_tokens(placement, normed),
+                cache,
+                lengths=lengths,
+                active=active,
+                steps=steps,
+            )
         mixed = mixed if self.post_attention_norm is None else self.post_attention_norm(mixed)
         x = split_tokens(placement, x + mixed)
         more = self.mlp(self.mlp_norm(x), placement)
         more = more if self.post_mlp_norm is None else self.post_mlp_norm(more)
         return x + split_tokens(placement, more), cache, info
 
-    def _mix(
-        self,
-        x: Array,
-        cache: LayerCache | None,
-        *,
-        lengths: ArrayLike | None = None,
-        active: ArrayLike | None = None,
-        steps: bool = False,
-        **of_attention: Any,
-    ) -> tuple[Array, LayerCache | None]:
-        """The mixer's results. It reads tokens in order, so each device has all of a chunk."""
-        assert self.mixer is not None
-        placement = None if cache is None or steps else cache.placement
-        x = keep_tokens(placement, x)
-        return self.mixer(x, cache, lengths=lengths, active=active, steps=steps)
+
+class _Rows(NamedTuple):
+    """Which tokens of a chunk rows take, as `Decoder` is given it."""
+
+    lengths: ArrayLike | None
+    active: ArrayLike | None
+
+
+@dataclass(frozen=True)
+class _How:
+    """The arguments of a call of a `Decoder` that are flags."""
+
+    last_logits: bool
+    first_chunk: bool
+    steps: bool
+    exact: bool
+    info: bool
 
 
 class Decoder(nnx.Module):
@@ -531,34 +622,25 @@ class Decoder(nnx.Module):
             of other sizes.
         """
         tokens = jnp.asarray(tokens)
-        settings = {
-            "last_logits": last_logits,
-            "first_chunk": first_chunk,
-            "steps": steps,
-            "exact": exact,
-            "info": info,
-        }
+        how = _How(
+            last_logits=last_logits,
+            first_chunk=first_chunk,
+            steps=steps,
+            exact=exact,
+            info=info,
+        )
+        rows = _Rows(lengths, active)
         _check_size(self, cache)
         mesh = _explicit_mesh(self, tokens, cache)
         if mesh is None:
-            return self._run(tokens, cache, lengths=lengths, active=active, **settings)
-        given = {"lengths": lengths, "active": active}
-        return _run_on_auto_axes(self, mesh, tokens, cache, given, **settings)
+            return self._run(tokens, cache, rows, how)
+        return _run_on_auto_axes(self, mesh, tokens, cache, rows, how)
 
-    def _run(
-        self,
-        tokens: Array,
-        cache: Cache | None,
-        *,
-        lengths: ArrayLike | None,
-        active: ArrayLike | None,
-        last_logits: bool,
-        first_chunk: bool,
-        steps: bool,
-        exact: bool,
-        info: bool,
-    ) -> Any:
+    def _run(self, tokens: Array, cache: Cache | None, rows: _Rows, how: _How) -> Any:
         """The call of a model on one device, or on a mesh of Auto axes."""
+        lengths = rows.lengths
+        active = rows.active
+        steps = how.steps
         if (
             tokens.ndim != 2
             or tokens.shape[1] == 0
@@ -610,9 +692,9 @@ class Decoder(nnx.Module):
                 layer_cache,
                 lengths=lengths,
                 active=active,
-                first_chunk=first_chunk,
+                first_chunk=how.first_chunk,
                 steps=steps,
-                exact=exact,
+                exact=how.exact,
                 selection=selection,
             )
             if seen is not None and not follows:
@@ -622,8 +704,8 @@ class Decoder(nnx.Module):
         if cache is not None:
             cache = dataclasses.replace(cache, layers=tuple(layers))
 
-        logits = self.finish(x, lengths) if last_logits else self._logits(self.norm(x))
-        return (logits, cache, tuple(infos)) if info else (logits, cache)
+        logits = self.finish(x, lengths) if how.last_logits else self._logits(self.norm(x))
+        return (logits, cache, tuple(infos)) if how.info else (logits, cache)
 
     def first_layers(self, count: int) -> Decoder:
         """The model of the first `count` layers and the head, with the same arrays, as a draft
@@ -639,7 +721,8 @@ class Decoder(nnx.Module):
         count = require_int(
             "first_layers(count=...)", count, at_least=1, at_most=self.config.layers
         )
-        whole, by = self.config, self.config.experts
+        whole = self.config
+        experts = whole.experts
 
         def first_of(layers: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(layer for layer in layers if layer < count)
@@ -651,10 +734,14 @@ class Decoder(nnx.Module):
         }
         if not own["recurrent"]:
             own |= {"mixer": None, "mixer_bias": False}
-        own["experts"] = by and dataclasses.replace(by, dense_layers=first_of(by.dense_layers))
+        if experts is not None:
+            dense = first_of(experts.dense_layers)
+            own["experts"] = dataclasses.replace(experts, dense_layers=dense)
         config = dataclasses.replace(whole, layers=count, **own)
         first = decoder_of_shapes(config, self.dtype)
-        first.embedding, first.norm, first.head = self.embedding, self.norm, self.head
+        first.embedding = self.embedding
+        first.norm = self.norm
+        first.head = self.head
         first.layers = nnx.List(list(self.layers)[:count])
         return first
 
@@ -667,12 +754,13 @@ class Decoder(nnx.Module):
         `final` i32[B] are the lengths of the texts, on which RoPE depends in some models.
         """
         positions = stored[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        # the embedding of a padding token is meaningless, but must be finite: it is clipped
-        x, config = embed(self.embedding[...], tokens), self.config
+        config = self.config
+        # The embedding of a padding token is meaningless, but must be finite: it is clipped.
+        x = embed(self.embedding[...], tokens)
         if config.embedding_scale != 1:
             x *= jnp.asarray(config.embedding_scale, x.dtype)
-        found = [rope.angles(kind, positions, config.rotated, final) for kind in config.ropes]
-        cos, sin = found[0] if len(found) == 1 else tuple(zip(*found, strict=True))
+        angles = [rope.angles(kind, positions, config.rotated, final) for kind in config.ropes]
+        cos, sin = angles[0] if len(angles) == 1 else tuple(zip(*angles, strict=True))
         return x, cos, sin
 
     def finish(self, x: Array, lengths: ArrayLike | None) -> Array:
@@ -715,7 +803,8 @@ def _check_size(model: Decoder, cache: Cache | None) -> None:
     """Raises ValueError for a cache on more or fewer devices than the model; `generate` checks
     more.
     """
-    placement, own = getattr(cache, "placement", None), mesh_of(model.embedding[...])
+    placement = getattr(cache, "placement", None)
+    own = mesh_of(model.embedding[...])
     if placement is not None and not own.empty and own.size != placement.mesh.size:
         raise ValueError(
             f"the model is on {own.size} devices and the cache on {placement.mesh.size}, by its {placement}; give "
@@ -746,8 +835,8 @@ def _run_on_auto_axes(
     mesh: AbstractMesh,
     tokens: Array,
     cache: Cache | None,
-    given: Any,
-    **settings: Any,
+    given: _Rows,
+    how: _How,
 ) -> Any:
     """A call in which XLA splits the products over the axes of `mesh`; results have types of
     the surrounding mesh.
@@ -766,16 +855,14 @@ def _run_on_auto_axes(
         if model.head is None
         else _axes_in_type(model.head.kernel[...])[1:]
     )
-    split = PartitionSpec(rows, *(() if settings["last_logits"] else (T,)), *vocabulary)
+    split = PartitionSpec(rows, *(() if how.last_logits else (T,)), *vocabulary)
     heads = (
-        PartitionSpec()
-        if placement is None
-        else placement.spec("TBK" if settings["steps"] else "BK")
+        PartitionSpec() if placement is None else placement.spec("TBK" if how.steps else "BK")
     )
     around = jax.sharding.get_abstract_mesh()
     with jax.sharding.use_abstract_mesh(auto_axes(mesh)):
         model, tokens, given = jax.tree.map(to_context, (model, tokens, given))
-        logits, cache, *infos = model._run(tokens, cache, **given, **settings)
+        logits, cache, *infos = model._run(tokens, cache, given, how)
     with jax.sharding.use_abstract_mesh(mesh if around.empty else around):
         return (
             to_context(logits, split),
