@@ -1,7 +1,8 @@
 """Prefill of a prompt of any length: a model reads it into a cache, in chunks of few sizes.
 
 `Model` is the interface of a model. A program compiles once per shape, so that prompts of all
-lengths are cut into chunks of the two or three sizes of `CHUNKS`. The cache is donated.
+lengths are cut into chunks of the two or three sizes of `CPU_CHUNKS` or `GPU_CHUNKS`. The cache
+is donated.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from itertools import product
-from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +20,7 @@ from jax import Array
 from jax.sharding import SingleDeviceSharding
 from jax.typing import ArrayLike
 
-from kvjax.cache.cache import (
-    Cache,
-    LayerCache,
-    check_rotation,
-)
+from kvjax.cache.cache import Cache, LayerCache, check_rotation
 from kvjax.call import plain_step
 from kvjax.compiling import Program
 from kvjax.generation.callables import as_model
@@ -54,11 +51,25 @@ CPU_CHUNKS = (256, 64)  # logits of 256 tokens and a block of keys stay in the c
 GPU_CHUNKS = (32768, 4096, 512)
 # of a prompt; a last chunk that would be emptier is cut into smaller ones
 MOST_PADDING = 1 / 10
+# Layers of each kind from which a prompt runs layer by layer, because to compile all of them
+# takes longer.
+DEEP = 4
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-DEEP = 4  # layers of each kind from which a prompt runs layer by layer, because to compile all of them takes longer
+class Chunk(NamedTuple):
+    """A chunk of a prompt, as it is compiled."""
+
+    size: int  # tokens of each row, padding included
+    alone: bool  # it attends to nothing but itself, as the cache is empty
+
+
+class Pass(NamedTuple):
+    """One reading of a chunk."""
+
+    share: float | None  # of the stored tokens, to which it attends; None: all
+    tokens: Any  # i32[B] that each row reads in it, 0 for rows that take no part
 
 
 @runtime_checkable
@@ -127,9 +138,9 @@ def on_auto_axes(f: F) -> F:
 
     @wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
-        found = [
-            getattr(a, "__dict__", {}).get("cache", a) for a in (*args, *kwargs.values())
-        ]  # asks no tokenizer
+        # The cache is an argument, or an attribute of one, such as the state of a loop. Its
+        # `__dict__` asks no object, such as a tokenizer, to make up an attribute.
+        found = [getattr(a, "__dict__", {}).get("cache", a) for a in (*args, *kwargs.values())]
         placement = next((a.placement for a in found if isinstance(a, Cache)), None)
         with loops_on_auto_axes(placement):
             made = f(*args, **kwargs)
@@ -203,56 +214,22 @@ def prefill(
         steps = steps_of(getattr(model, "config", None), cache)
         if not check_sparse(cache, sparse_prompt, steps):
             sparse_prompt = None
-    # On the host if possible: slices of a prompt are then not compiled as programs.
-    prompt: Any = tokens if isinstance(tokens, jax.core.Tracer) else np.asarray(tokens)
-    if prompt.ndim != 2 or prompt.shape[0] != cache.spec.batch or prompt.shape[1] == 0:
-        raise ValueError(
-            f"tokens must be [B={cache.spec.batch}, T >= 1] for this cache, got shape {list(prompt.shape)}"
-        )
-    B, T = prompt.shape
-    if not np.issubdtype(prompt.dtype, np.integer):
-        raise ValueError(f"tokens must be integers, got {prompt.dtype}")
-    count: Any = np.full((B,), T) if lengths is None else lengths
-    count = count if isinstance(count, jax.core.Tracer) else np.asarray(count)
-    if count.shape != (B,) or not np.issubdtype(count.dtype, np.integer):
-        raise ValueError(
-            f"lengths must be integers [B={B}], one for each row of tokens, got {count.dtype}{list(count.shape)}"
-        )
-    if isinstance(count, jax.core.Tracer):
-        if sparse_prompt is not None:
-            raise ValueError(
-                "sparse_prompt must know where each row ends, whose last chunk attends to everything, and lengths are "
-                "traced; call prefill outside of jit, or leave lengths out"
-            )
-    else:
-        if np.any((count < 0) | (count > T)):
-            raise ValueError(
-                f"lengths must be in [0, T={T}], got {count.tolist()}; they count the real tokens of rows"
-            )
-        if not isinstance(prompt, jax.core.Tracer):
-            check_ids(prompt, count)
+    prompt, count = _checked_prompt(cache, tokens, lengths, sparse=sparse_prompt is not None)
+    T = prompt.shape[1]
     if first_chunk is None:
         length = cache.length
         first_chunk = not isinstance(length, jax.core.Tracer) and not np.any(on_host(length))
-
     if cache.rotated_for is not None:
-        total = cache.length + count
-        if final is not None:
-            check_array("final", final, "a number or integers [B]", "4096")
-        final = (
-            total
-            if final is None
-            else jnp.maximum(jnp.broadcast_to(jnp.asarray(final, jnp.int32), (B,)), total)
-        )
-        check_rotation(cache, total)
-        cache = cast(Any, model).rotate_for(cache, jnp.where(count > 0, final, 0))
+        cache = _rotated(model, cache, count, final)
 
+    # Room for all chunks, and the prompt padded to fill them.
     chunks = chunks_of(cache, T, chunk, empty=first_chunk, sparse=sparse_prompt is not None)
     pad = jnp.pad if isinstance(prompt, jax.core.Tracer) else np.pad
     padding = ((0, 0), (0, sum(size for size, _ in chunks) - T))
     prompt = pad(prompt.astype(np.int32), padding)
     _, cache = commit_together((_committed(model), cache))
     cache = with_room(cache, T, len(chunks))
+
     logits: Array | None = None
     start = 0
     for size, alone in chunks:
@@ -274,9 +251,66 @@ def prefill(
     return logits, settled(cache)
 
 
-def _passes(left: Any, size: int, share: float | None) -> list[tuple[float | None, Any]]:
-    """The passes in which rows with `left` tokens, i32[B], read a chunk of `size` columns: the
-    share of what is stored to which a pass attends, and the tokens i32[B] that rows read in it.
+def _checked_prompt(
+    cache: Cache, tokens: ArrayLike, lengths: ArrayLike | None, *, sparse: bool
+) -> tuple[Any, Any]:
+    """A prompt [B, T] and the tokens [B] that each row has of it, both on the host unless they
+    are traced: slices of a prompt are then not compiled as programs.
+
+    Raises ValueError for arrays that are none of this cache, and for a `sparse` prompt whose
+    rows end nobody knows where.
+    """
+    prompt: Any = tokens if isinstance(tokens, jax.core.Tracer) else np.asarray(tokens)
+    if prompt.ndim != 2 or prompt.shape[0] != cache.spec.batch or prompt.shape[1] == 0:
+        raise ValueError(
+            f"tokens must be [B={cache.spec.batch}, T >= 1] for this cache, got shape {list(prompt.shape)}"
+        )
+    B, T = prompt.shape
+    if not np.issubdtype(prompt.dtype, np.integer):
+        raise ValueError(f"tokens must be integers, got {prompt.dtype}")
+    count: Any = np.full((B,), T) if lengths is None else lengths
+    count = count if isinstance(count, jax.core.Tracer) else np.asarray(count)
+    if count.shape != (B,) or not np.issubdtype(count.dtype, np.integer):
+        raise ValueError(
+            f"lengths must be integers [B={B}], one for each row of tokens, got {count.dtype}{list(count.shape)}"
+        )
+    if isinstance(count, jax.core.Tracer):
+        if sparse:
+            raise ValueError(
+                "sparse_prompt must know where each row ends, whose last chunk attends to everything, and lengths are "
+                "traced; call prefill outside of jit, or leave lengths out"
+            )
+        return prompt, count
+    if np.any((count < 0) | (count > T)):
+        raise ValueError(
+            f"lengths must be in [0, T={T}], got {count.tolist()}; they count the real tokens of rows"
+        )
+    if not isinstance(prompt, jax.core.Tracer):
+        check_ids(prompt, count)
+    return prompt, count
+
+
+def _rotated(model: Any, cache: Cache, count: Any, final: ArrayLike | None) -> Cache:
+    """`cache`, whose rows will rotate their keys for texts of `final` tokens, a number or i32[B];
+    for None, or less than that, of those that they hold after `count` [B] more.
+
+    Raises ValueError for a row that holds keys that are rotated for a shorter text.
+    """
+    total = cache.length + count
+    if final is not None:
+        check_array("final", final, "a number or integers [B]", "4096")
+    text = total
+    if final is not None:
+        given = jnp.broadcast_to(jnp.asarray(final, jnp.int32), total.shape)
+        text = jnp.maximum(given, total)
+    check_rotation(cache, total)
+    rotated: Cache = model.rotate_for(cache, jnp.where(count > 0, text, 0))
+    return rotated
+
+
+def _passes(left: Any, size: int, share: float | None) -> list[Pass]:
+    """The passes in which rows with `left` tokens, i32[B], read a chunk of `size` columns, if
+    earlier tokens attend to a `share` of what is stored.
 
     The last tokens of a text, which ask the question, attend to everything. So where some rows
     end in a chunk and others do not, it is read twice: what a row computes does not depend on
@@ -284,10 +318,11 @@ def _passes(left: Any, size: int, share: float | None) -> list[tuple[float | Non
     """
     real = left.clip(0, size).astype(np.int32)
     if share is None:
-        return [(None, real)]
+        return [Pass(None, real)]
     goes_on = left > size
-    passes = [(share, np.where(goes_on, real, 0)), (None, np.where(goes_on, 0, real))]
-    return [one for one in passes if np.any(one[1])] or [(None, real)]
+    sparse = Pass(share, np.where(goes_on, real, 0))
+    exact = Pass(None, np.where(goes_on, 0, real))
+    return [one for one in (sparse, exact) if np.any(one.tokens)] or [Pass(None, real)]
 
 
 def steps_of(config: Any, cache: Cache) -> tuple[Step, ...]:
@@ -380,10 +415,12 @@ def prompt_programs(
     B = cache.spec.batch
     most = cache.spec.capacity
     found = list[Program]()
-    # which have chunks of all sizes
-    prompts = [1, 600, 5000, 32768] if tokens is None else [tokens]
-    if tokens is None and chunk_for(cache, 1, chunk) is not None:
+    if tokens is not None:
+        prompts = [tokens]
+    elif chunk_for(cache, 1, chunk) is not None:
         prompts = [most]
+    else:
+        prompts = [1, 600, 5000, 32768]  # which have chunks of all sizes
     plans = [chunks_of(cache, min(n, most), chunk, empty=True) for n in prompts]
     chunks = dict.fromkeys(one for plan in plans for one in plan)
     caches = [cache]
@@ -419,10 +456,9 @@ def prompt_programs(
 
 def chunks_of(
     cache: Cache, tokens: int, chunk: int | None = None, *, empty: bool, sparse: bool = False
-) -> list[tuple[int, bool]]:
-    """The chunks in which a prompt of `tokens` per row is read into `cache`: their sizes, of
-    which the last is padded, and whether a chunk is compiled for an `empty` cache, so that it
-    attends to nothing but itself.
+) -> list[Chunk]:
+    """The chunks in which a prompt of `tokens` per row is read into `cache`, of which the last is
+    padded. The first may be compiled for an `empty` cache.
 
     With a `chunk` the sizes are even. A policy that selects once by all queries of a prompt
     gets it as one chunk. A `sparse` prompt is cut into smaller chunks, which attend to
@@ -432,20 +468,21 @@ def chunks_of(
     chunk = chunk_for(cache, tokens, chunk)
     if chunk is not None:
         size = chunk_size(tokens, chunk, rows=B)
-        return [(size, empty and start == 0) for start in range(0, tokens, size)]
+        return [Chunk(size, empty and start == 0) for start in range(0, tokens, size)]
     if jax.default_backend() == "cpu":
-        return [(size, False) for size in cut(tokens, CPU_CHUNKS)]
+        return [Chunk(size, False) for size in cut(tokens, CPU_CHUNKS)]
     whole, *sizes = (max(SMALLEST_CHUNK, size // B) for size in GPU_CHUNKS)
     if sparse and tokens > sizes[0]:
+        # Large chunks, and at least one small one at the end, which is exact.
         large = (tokens - sizes[1]) // sizes[0]
-        return [
-            (size, False)
-            for size in large * sizes[:1] + cut(tokens - large * sizes[0], sizes[1:])
-        ]
+        rest = cut(tokens - large * sizes[0], sizes[1:])
+        return [Chunk(size, False) for size in large * sizes[:1] + rest]
+    # The largest size is for an empty cache only, and not above its capacity.
     whole = min(whole, 1 << (cache.spec.capacity.bit_length() - 1))
     if not empty or whole - tokens > MOST_PADDING * tokens:
-        return [(size, False) for size in cut(tokens, sizes)]
-    return [(whole, True), *((size, False) for size in cut(max(tokens - whole, 0), sizes))]
+        return [Chunk(size, False) for size in cut(tokens, sizes)]
+    rest = cut(max(tokens - whole, 0), sizes)
+    return [Chunk(whole, True), *(Chunk(size, False) for size in rest)]
 
 
 def cut(tokens: int, sizes: Sequence[int]) -> list[int]:
