@@ -98,7 +98,7 @@ def score_1bit(
     config: Config | None = None,
 ) -> Array:
     """f32[B, K, G, S]: scale * q.k~ of q [B, K, G, D], keys of bits u8[B, K, S, D/8], step and
-    zero [B, K, S/g, D].
+    zero [B, K, S/g, D], which are `scale` and `zero` of a `kvjax.numerics.quant.OneBit`.
     """
     if limit := unsupported(q, bits, step):
         raise NotImplementedError(limit)

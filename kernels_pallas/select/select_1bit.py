@@ -121,28 +121,32 @@ def select_1bit(
     With T `steps`, q is [B, K, T*G, D] and H is that of all steps; stops of pending units and
     the count may then be i32[B, T], and pending keys [B, K, T, R, D].
     """
-    given = pending[0]
-    assert not isinstance(given, int)
-    (B, K, G, D), S = q.shape, bits.shape[2]
-    pending_units = given.shape[3] if pending_slots is None else pending_slots
-    W = pending_units if pending_slots is None else pending_slots + -pending_slots % 4
-    scores = given if pending_slots is None else jax.ShapeDtypeStruct((B, K, G, W), jnp.float32)
+    scores_or_keys, *pending_span = pending
+    assert not isinstance(scores_or_keys, int)
+    B, K, G, D = q.shape
+    S = bits.shape[2]
+    H = G if group_reduce == "per_head" else steps
+
+    # The kernel reads pending units by fours: `W` slots, of which `pending_units` may be pending.
+    pending_units = scores_or_keys.shape[3] if pending_slots is None else pending_slots
+    W = pending_units + -pending_units % 4
+    scores: Any = scores_or_keys
+    if pending_slots is not None:
+        scores = jax.ShapeDtypeStruct((B, K, G, W), jnp.float32)
     if limit := unsupported(q, bits, step, scores, group_reduce, room, steps):
         raise NotImplementedError(limit)
-    if pending_slots is not None and given.dtype != step.dtype:
-        raise NotImplementedError(
-            f"the kernel select_1bit takes keys in the dtype of the steps, {step.dtype}; got {given.dtype}"
-        )
-    H = G if group_reduce == "per_head" else steps
     if pending_slots is None:
-        pending_scores = jnp.pad(given, ((0, 0),) * 3 + ((0, -W % 4),)).reshape(
-            B * K * H, G // H, -1
+        padding = ((0, 0), (0, 0), (0, 0), (0, W - pending_units))
+        rows_of_pending = jnp.pad(scores_or_keys, padding).reshape(B * K * H, G // H, -1)
+        rows_of_pending = rows_of_pending.astype(jnp.float16)
+    elif scores_or_keys.dtype != step.dtype:
+        raise NotImplementedError(
+            f"the kernel select_1bit takes keys in the dtype of the steps, {step.dtype}; got {scores_or_keys.dtype}"
         )
-        pending_scores = pending_scores.astype(jnp.float16)
-        W += -W % 4
     else:
-        pending_scores = given.reshape(-1, *given.shape[-2:])
-    ends = (simt.by_step(x, K) for x in (*span, *pending[1:], count))
+        rows_of_pending = scores_or_keys.reshape(-1, *scores_or_keys.shape[-2:])
+
+    # Block sizes: those of a measurement, or of the rule.
     target = simt.target((q, bits))
     rule = config_for(B * K, H, S, S + W, target)
     if steps > 1:
@@ -160,14 +164,44 @@ def select_1bit(
         group=S // step.shape[2],
         softmax=int(group_reduce in SOFTMAX),
     )
-    pending_slots, q = None if pending_slots is None else W, q.astype(step.dtype)
-    order = (K, steps) if is_wide(config, q) else (1, 1)
-    if order > (1, 1):  # as a model has them
+
+    # Wide scores read queries in the order that a model has them in.
+    q = q.astype(step.dtype)
+    order = (1, 1)
+    if is_wide(config, q):
+        order = (K, steps)
+    if order > (1, 1):
         q = jnp.swapaxes(q.reshape(B, K, steps, -1, D), 1, 2)
+    how = _How(
+        group_reduce=group_reduce,
+        room=room,
+        scale=scale,
+        keys_to_score=None if pending_slots is None else W,
+        pending_units=pending_units,
+        local=local,
+        steps=steps,
+        order=order,
+        config=config,
+    )
+    ends = (simt.by_step(x, K) for x in (*span, *pending_span, count))
     rows = (a.reshape(B * K, -1, a.shape[-1]) for a in (q, bits, step, zero))
-    how = group_reduce, room, scale, pending_slots, pending_units, local, steps, order, config
-    slots, found = _select(*how, *ends, pending_scores, *rows)
+    slots, found = _select(how, *ends, rows_of_pending, *rows)
     return slots.reshape(B, K, H, room), found.reshape(B, K, H)
+
+
+@dataclass(frozen=True)
+class _How:
+    """The static part of a call."""
+
+    group_reduce: str
+    room: int  # slots that are written for each list
+    scale: float
+    keys_to_score: int | None  # pending units are keys, of which so many; None: they are scores
+    pending_units: int  # the first of those may be pending
+    local: int
+    steps: int
+    order: tuple[int, int]  # K and T, if queries are in memory as [B, T, K, G, D]
+    config: Config
 
 
 def is_wide(config: Config, q: Any) -> bool:
@@ -180,156 +214,152 @@ def is_wide(config: Config, q: Any) -> bool:
     )
 
 
-def _select(
-    group_reduce: str,
-    room: int,
-    scale: float,
-    pending_slots: int | None,
-    pending_units: int,
-    local: int,
-    steps: int,
-    order: tuple[int, int],
-    config: Config,
-    *args: Array,
-) -> tuple[Array, Array]:
-    """(slots i32[rows, room], count i32[rows]) of rows of `pending`; several of these rows may
-    share a row of keys.
+def _select(how: _How, *arrays: Array) -> tuple[Array, Array]:
+    """(slots i32[rows, room], count i32[rows]), with a row, called a list, for the heads of a
+    step or for one head; several lists may share a row of keys.
 
-    If `pending` are `pending_slots` keys, rows are those of all heads of one step, or of each
-    head. The first `pending_units` of these keys may be pending. `args` are the spans' ends and
-    the count, whose numbers of rows divide `rows`, then pending, q, bits, step and zero. With
-    `order` = (K, T), q is in memory as [B, T, K, G, D]."""
-    pending, q, bits, *_ = args[5:]
-    (rows, S, _), G = bits.shape, q.shape[1]
-    if pending_slots is None:
-        list_rows, heads, W = pending.shape
+    `arrays` are start and stop of the slots and of the pending units, and the count, whose
+    numbers of rows divide those of the lists; then pending scores or keys, q, bits, step and
+    zero.
+    """
+    *_, pending, q, bits, _, _ = arrays
+    rows, S, _ = bits.shape
+    G = q.shape[1]
+    if how.keys_to_score is None:
+        lists, heads, W = pending.shape
     else:
-        heads, W = (1 if group_reduce == "per_head" else G // steps), pending_slots
-        list_rows = rows * G // heads
-    summed = group_reduce in SOFTMAX and heads > 1
+        heads = 1 if how.group_reduce == "per_head" else G // how.steps
+        lists = rows * G // heads
+        W = how.keys_to_score
+    # Softmaxes of several heads need each head's sum.
+    summed = how.group_reduce in SOFTMAX and heads > 1
 
-    static = (
-        group_reduce,
-        room,
-        scale,
-        pending_slots,
-        pending_units,
-        local,
-        steps,
-        order,
-        config,
-    )
-
-    @simt.over_rows(functools.partial(_select, *static))
-    def run(*args: Array) -> tuple[Array, Array]:
-        ends, (pending, q, bits, step, zero) = args[:5], args[5:]
-        span = ends[:2] if summed else ()
-        scored = score.Scores.of(q, bits, step, scale, config, half=True)
-        if is_wide(config, q):
-            scored = score_wide.WideScores.of_steps(scored, order, config.wide == 2)
-        outs = [jax.ShapeDtypeStruct((rows, G, S), jnp.float16)]
-        if summed:
-            outs.append(jax.ShapeDtypeStruct((rows, G, scored.jobs, 2), jnp.float32))
+    @simt.over_rows(functools.partial(_select, how))
+    def run(
+        start: Array, stop: Array, pending_start: Array, pending_stop: Array, count: Array,
+        pending: Array, q: Array, bits: Array, step: Array, zero: Array,
+    ) -> tuple[Array, Array]:  # fmt: skip
+        # The kernel of the scores: those of all slots, then, if they are summed, the statistics of
+        # each warp, then those of pending keys.
+        scored = score.Scores.of(q, bits, step, how.scale, how.config, half=True)
+        if is_wide(how.config, q):
+            scored = score_wide.WideScores.of_steps(scored, how.order, how.config.wide == 2)
+        span = (start, stop) if summed else ()
         program = functools.partial(
             _score, scored=scored, shared_by=[rows // end.size for end in span]
         )
-        exact = [pending] if pending_slots else []
-        if pending_slots:
-            outs.append(jax.ShapeDtypeStruct((rows, G, pending_slots), jnp.float16))
+        outs = [jax.ShapeDtypeStruct((rows, G, S), jnp.float16)]
+        if summed:
+            outs.append(jax.ShapeDtypeStruct((rows, G, scored.jobs, 2), jnp.float32))
+        keys = []
+        more_blocks = 0
+        if how.keys_to_score:
+            keys = [pending]
+            outs.append(jax.ShapeDtypeStruct((rows, G, how.keys_to_score), jnp.float16))
+            sizes = pending.shape[0], pending.shape[1]
             program = functools.partial(
-                _score_both,
-                program=program,
-                scored=scored,
-                pending_slots=pending_slots,
-                keys=(pending.shape[0], pending.shape[1]),
-                steps=steps,
-                order=order,
+                _score_both, program=program, scored=scored, how=how, sizes=sizes
             )
-        exact_rows = rows * steps * passes_of(G // steps)
-        more = (
-            -(-exact_rows * -(-pending_slots // EXACT) // scored.warps) if pending_slots else 0
-        )
+            exact_rows = rows * how.steps * passes_of(G // how.steps)
+            jobs = exact_rows * -(-how.keys_to_score // EXACT)  # warps that score pending keys
+            more_blocks = -(-jobs // scored.warps)
         score_kernel = scored.kernel(
-            program, more_blocks=more, name="kvjax_select_1bit_score", out_type=tuple(outs)
+            program,
+            more_blocks=more_blocks,
+            name="kvjax_select_1bit_score",
+            out_type=tuple(outs),
         )
-        scores, *sums = score_kernel(*exact, q, bits, step, zero, *span)
-        pending_scores = (
-            sums.pop().reshape(list_rows, heads, pending_slots) if pending_slots else pending
-        )
-        parts = [scores.reshape(list_rows, heads, S), pending_scores][: 2 if W else 1]
-        ends = ends if W else (*ends[:2], ends[4])
-        sums = sums[0].reshape(list_rows, heads, -1, 2) if summed else None
-        how = How(
-            list_rows, room, (S, pending_units)[: len(parts)], group_reduce, config, local
-        )
-        return units.select_units("kvjax_select_1bit", units.Inputs(ends, parts, sums), how)
+        made = list(score_kernel(*keys, q, bits, step, zero, *span))
 
-    return run(*args)
+        # The selection, from the scores of both parts; without pending units there is one.
+        scores = made.pop(0).reshape(lists, heads, S)
+        sums = made.pop(0).reshape(lists, heads, -1, 2) if summed else None
+        if W == 0:
+            inputs = units.Inputs((start, stop, count), [scores], sums)
+            limits: tuple[int, ...] = (S,)
+        else:
+            pending_scores = made[0].reshape(lists, heads, W) if keys else pending
+            ends = (start, stop, pending_start, pending_stop, count)
+            inputs = units.Inputs(ends, [scores, pending_scores], sums)
+            limits = (S, how.pending_units)
+        rule = How(
+            rows=lists,
+            room=how.room,
+            limits=limits,
+            group_reduce=how.group_reduce,
+            config=how.config,
+            local=how.local,
+        )
+        return units.select_units("kvjax_select_1bit", inputs, rule)
+
+    return run(*arrays)
 
 
 # ---------------------------------------------------------------------------------------------------------- the scores
 
 
 def _score_both(
-    keys_m, *refs, program: Callable[..., None], scored: score.Scores, pending_slots: int, keys: tuple[int, int],
-    steps: int, order: tuple[int, int],
+    keys_m: Any, *refs: Any, program: Callable[..., None], scored: score.Scores, how: _How, sizes: tuple[int, int],
 ) -> None:  # fmt: skip
-    """The kernel of the scores, with blocks after its own for pending keys of `keys` = (rows,
-    R).
+    """The kernel of the scores, with blocks after its own for pending keys of `sizes` = (rows,
+    R), whose scores are its last output.
     """
     *others, out_m, ring_m = refs
+    q_m = others[0]
     block = simt.special("ctaid.x")
     with when(block < scored.blocks):
         program(*others, ring_m)
     with when(block >= scored.blocks):
-        of_keys = others[0], keys_m, out_m
-        how: Any = {
-            "pending_slots": pending_slots,
-            "sizes": keys,
-            "steps": steps,
-            "order": order,
-        }
-        _exact(block - scored.blocks, *of_keys, scored=scored, **how)
+        _exact(block - scored.blocks, q_m, keys_m, out_m, scored=scored, how=how, sizes=sizes)
 
 
 def _exact(
-    block: Word, q_m: Any, keys_m: Any, out_m: Any, *, scored: score.Scores, pending_slots: int,
-    sizes: tuple[int, int], steps: int, order: tuple[int, int],
+    block: Word, q_m: Any, keys_m: Any, out_m: Any, *, scored: score.Scores, how: _How, sizes: tuple[int, int],
 ) -> None:  # fmt: skip
-    """Exact scores of `pending_slots` keys, `EXACT` per warp, for the heads of a step, or for
-    an equal part of them if there are more than 8: 16 keys are rows of a product, and the heads
-    its columns.
+    """Exact scores of pending keys, `EXACT` per warp, for the heads of a step, or for an equal
+    part of them if there are more than 8: 16 keys are rows of a product, and the heads its
+    columns.
 
     A sum over channels may take them in any order: lane col has 8 adjacent ones of each 32, for
     keys and queries alike.
     """
-    passes = passes_of(scored.G // steps)
-    rows, G, D = scored.rows * steps * passes, scored.G // steps // passes, scored.D
-    stored, R = sizes
+    keys_to_score = how.keys_to_score
+    assert keys_to_score is not None
+    passes = passes_of(scored.G // how.steps)
+    rows = scored.rows * how.steps * passes
+    G = scored.G // how.steps // passes
+    D = scored.D
+    rows_of_keys, R = sizes
+    key_bytes = 2 * D
+
+    # The work of this warp: `EXACT` keys from `first` on, for the heads of `row`.
     t = simt.special("tid.x")
-    lane, jobs = t & 31, -(-pending_slots // EXACT)
-    quad, col, job = lane >> 2, lane & 3, block * scored.warps + (t >> 5)
+    lane = t & 31
+    quad = lane >> 2
+    col = lane & 3
+    jobs = -(-keys_to_score // EXACT)  # of a row
+    job = block * scored.warps + (t >> 5)
     job = (job < rows * jobs).select(job, rows * jobs - 1)  # a spare warp repeats the last
     row = simt.divide(job, jobs)
     first = (job - row * jobs) * EXACT
-    q, keys, out = (
-        simt.offset_rows(simt.global_address(m), at, n * size)
-        for m, at, n, size in (
-            (q_m, simt.swapped_row(row, *order, passes), G, 2 * D),
-            (keys_m, simt.divide(row, rows // stored), R, 2 * D),
-            (out_m, row, G, 2 * pending_slots),
-        )
-    )
+
+    q_row = simt.swapped_row(row, *how.order, passes)
+    key_row = simt.divide(row, rows // rows_of_keys)
+    q = simt.offset_rows(simt.global_address(q_m), q_row, G * key_bytes)
+    keys = simt.offset_rows(simt.global_address(keys_m), key_row, R * key_bytes)
+    out = simt.offset_rows(simt.global_address(out_m), row, G * 2 * keys_to_score)
 
     def channels(a: Any, i: Word) -> list[list[Word]]:
+        """This lane's channels of row i of queries or keys: four words of each 32 channels."""
         load = "ld.global.nc.v4.u32 {{$0, $1, $2, $3}}, [$4+{}];"
-        at = simt.offset(a, i * (2 * D) + col * 16)
+        at = simt.offset(a, i * key_bytes + col * 16)
         return [ptx(load.format(64 * n), at, results=4) for n in range(D // 32)]
 
     queries = channels(q, (quad < G).select(quad, 0))
 
     @loop(0, EXACT, 16)
     def _tile(i: Word) -> None:
+        """The products of 16 keys: rows quad and quad + 8 are this lane's."""
         slots = [first + i + quad + 8 * half for half in range(2)]
         upper, lower = (channels(keys, (slot < R).select(slot, R - 1)) for slot in slots)
         sums = [word(0)] * 4
@@ -338,17 +368,18 @@ def _exact(
                 sums = simt.mma(
                     scored.kind, sums, [u[j], w[j], u[j + 1], w[j + 1]], b[j : j + 2]
                 )
+        # Two sums are of the upper key and two of the lower, for adjacent heads.
         for n, x in enumerate(sums):
-            head, slot = col * 2 + (n & 1), slots[n >> 1]
-            with when((head < G) & (slot < pending_slots)):
-                at, x = (
-                    simt.offset(simt.offset_rows(out, head, 2 * pending_slots), slot * 2),
-                    instr("mul.f32", x, real(scored.scale)),
-                )
-                ptx("st.global.u16 [$0], $1;", at, score.halves(x, x))
+            head = col * 2 + (n & 1)
+            slot = slots[n >> 1]
+            with when((head < G) & (slot < keys_to_score)):
+                of_head = simt.offset_rows(out, head, 2 * keys_to_score)
+                at = simt.offset(of_head, slot * 2)
+                scaled = instr("mul.f32", x, real(scored.scale))
+                ptx("st.global.u16 [$0], $1;", at, score.halves(scaled, scaled))
 
 
-def _score(*refs, scored: score.Scores, shared_by: Sequence[int]) -> None:
+def _score(*refs: Any, scored: score.Scores, shared_by: Sequence[int]) -> None:
     """The kernel of the scores; with a span, it also writes the `logsum` state of its scores by
     warp and head.
     """
@@ -362,7 +393,8 @@ def _score(*refs, scored: score.Scores, shared_by: Sequence[int]) -> None:
     )
 
     def visit(unit: Word, heads: list[list[Word]], state: Sequence[Word]) -> list[Word]:
-        slot = unit * score.UNIT - start
+        """Adds the scores of a unit to the state, those outside of the span as nothing."""
+        slot = unit * score.UNIT - start  # in the span; unsigned, so past its end if before it
         partly = (slot >= length) | (slot + score.UNIT > length)
 
         def of_span() -> list[Word]:
@@ -391,6 +423,7 @@ def _score(*refs, scored: score.Scores, shared_by: Sequence[int]) -> None:
         visit=visit,
         state=[word(x) for x in NOTHING] * heads,
     )
+    # Lanes that have the same head merge their states, and one of them writes.
     for n in range(heads):
         two = states[2 * n : 2 * n + 2]
         for gap in (2, 4, 8, 16)[scored.at_once == 1 :]:  # to other units, then to other keys
