@@ -144,9 +144,11 @@ def select_pages(
 
 @dataclass(frozen=True)
 class _How:
+    """The static part of a call."""
+
     group_reduce: str
-    room: int
-    unit: int
+    room: int  # pages that are written for each list
+    unit: int  # tokens of a page
     scale: float
     pending_slots: int
     local: int
@@ -159,15 +161,22 @@ def _select(how: _How, *args: Array) -> tuple[Array, Array]:
     """(pages i32[rows, room], count i32[rows]), with a row for the heads of a step or for one
     head. `args` are the spans' ends and the count, whose numbers of rows divide these, then
     pending keys, q, and both corners."""
-    keys, q, low, _ = args[5:]
-    (rows, G, D), P, config, steps = q.shape, low.shape[1], how.config, how.steps
+    *_, keys, q, low, _ = args
+    rows, G, D = q.shape
+    P = low.shape[1]
+    config = how.config
+    steps = how.steps
     heads = 1 if how.group_reduce == "per_head" else G // steps
-    list_rows, limits = rows * G // heads, (P, how.pending_slots // how.unit)
+    list_rows = rows * G // heads
+    limits = (P, how.pending_slots // how.unit)  # stored and pending pages
     summed = how.group_reduce in SOFTMAX and heads > 1
-    sizes, tiles = units.padded(*limits), -(-P // score.TILE)
+    sizes = units.padded(*limits)
+
+    # Warps score tiles of stored pages, and others a pending page each.
+    tiles = -(-P // score.TILE)
     warps = 4 * config.warpgroups
-    waiting = rows * steps * passes_of(G // steps)
-    jobs = rows * score.parts(G, config) * -(-tiles // config.tiles), waiting * sizes[1]
+    pending_rows = rows * steps * passes_of(G // steps)
+    jobs = rows * score.parts(G, config) * -(-tiles // config.tiles), pending_rows * sizes[1]
     blocks = [-(-n // warps) for n in jobs]
 
     @simt.over_rows(functools.partial(_select, how))
@@ -180,7 +189,7 @@ def _select(how: _How, *args: Array) -> tuple[Array, Array]:
             functools.partial(
                 _score, shape=(rows, G, P, D), keys=(keys.shape[0], keys.shape[1]),
                 kind="bf16" if low.dtype == jnp.bfloat16 else "f16",
-                shared_by=[n // end.size for n, end in zip([rows] * 2 + [waiting] * 2, ends[:4], strict=True)],
+                shared_by=[n // end.size for n, end in zip([rows] * 2 + [pending_rows] * 2, ends[:4], strict=True)],
                 blocks=blocks[0], how=how,
             ),
             name="kvjax_select_pages_score",
@@ -189,19 +198,25 @@ def _select(how: _How, *args: Array) -> tuple[Array, Array]:
             warpgroups=config.warpgroups,
         )(*ends[:4], *arrays)  # fmt: skip
         parts = [a.reshape(list_rows, heads, -1) for a in (stored, of_pending)]
-        inputs = units.Inputs(
-            ends, parts, sums[0].reshape(list_rows, heads, -1, 2) if summed else None
+        statistics = sums[0].reshape(list_rows, heads, -1, 2) if summed else None
+        rule = How(
+            rows=list_rows,
+            room=how.room,
+            limits=limits,
+            group_reduce=how.group_reduce,
+            config=config,
+            local=how.local,
+            unit=how.unit,
+            beyond=P,
         )
-        chosen = How(
-            list_rows, how.room, limits, how.group_reduce, config, how.local, how.unit, P
-        )
-        return units.select_units("kvjax_select_pages", inputs, chosen)
+        inputs = units.Inputs(ends, parts, statistics)
+        return units.select_units("kvjax_select_pages", inputs, rule)
 
     return run(*args)
 
 
 def _score(
-    start_m, stop_m, wait_start_m, wait_stop_m, keys_m, q_m, low_m, high_m, pending_m, out_m, *sums_m,
+    start_m, stop_m, pending_start_m, pending_stop_m, keys_m, q_m, low_m, high_m, pending_m, out_m, *sums_m,
     shape: tuple[int, int, int, int], keys: tuple[int, int], kind: str, shared_by: Sequence[int], blocks: int,
     how: _How,
 ) -> None:  # fmt: skip
@@ -210,13 +225,13 @@ def _score(
     are more than 8."""
     (rows, G, P, D), block = shape, simt.special("ctaid.x")
     passes = passes_of(G // how.steps)
-    waiting = rows * how.steps * passes
+    pending_rows = rows * how.steps * passes
     of_step = G // how.steps // passes
     tiles = -(-P // score.TILE)
     lane = simt.special("tid.x") & 31
     quad, col = lane >> 2, lane & 3
-    start_at, stop_at, wait_start_at, wait_stop_at = zip(
-        (start_m, stop_m, wait_start_m, wait_stop_m), shared_by, strict=True
+    start_at, stop_at, pending_start_at, pending_stop_at = zip(
+        (start_m, stop_m, pending_start_m, pending_stop_m), shared_by, strict=True
     )
 
     def visit(
@@ -242,20 +257,20 @@ def _score(
     with when(block >= blocks):
         (pages,) = units.padded(how.pending_slots // how.unit)
         job = (block - blocks) * (4 * how.config.warpgroups) + (simt.special("tid.x") >> 5)
-        job = (job < waiting * pages).select(
-            job, waiting * pages - 1
+        job = (job < pending_rows * pages).select(
+            job, pending_rows * pages - 1
         )  # a spare warp repeats the last
         row = simt.divide(job, pages)
         page = job - row * pages
         start, length = simt.span_of(
-            wait_start_at, wait_stop_at, row, how.pending_slots, how.local
+            pending_start_at, pending_stop_at, row, how.pending_slots, how.local
         )
         stored, R = keys
         q = simt.offset_rows(
             simt.global_address(q_m), simt.swapped_row(row, *how.order, passes), of_step * D * 2
         )
         recent = simt.offset_rows(
-            simt.global_address(keys_m), simt.divide(row, waiting // stored), R * D * 2
+            simt.global_address(keys_m), simt.divide(row, pending_rows // stored), R * D * 2
         )
         queries = score.channels(q, (quad < of_step).select(quad, 0), D)
 

@@ -70,9 +70,8 @@ def scratch(U: int, config: tiling.Config) -> tuple[int, ...]:
 class Inputs(NamedTuple):
     """The arrays that a selection reads, inside of a kernel as refs."""
 
-    ends: Sequence[
-        Any
-    ]  # start and stop i32 of each part's span, and the number of units wanted
+    # start and stop i32 of each part's span, and the number of units wanted
+    ends: Sequence[Any]
     parts: Sequence[Any]  # scores [rows, heads, units], in f16 or f32
     # statistics f32[rows, heads, n, 2] of the scoring warps, if softmaxes are reduced
     sums: Any = None
@@ -141,17 +140,16 @@ class _Row:
     """The scores of this block's row, and the keys of its units."""
 
     def __init__(self, refs: Inputs | None, *, shapes: Inputs, how: How):
-        self.refs, self.how = refs, how
-        self.sizes, self.heads = (
-            tuple(a.shape[2] for a in shapes.parts),
-            shapes.parts[0].shape[1],
-        )
-        self.half, self.sums = (
-            shapes.parts[0].dtype == jnp.float16,
-            0 if shapes.sums is None else shapes.sums.shape[2],
-        )
-        self.U, self.S = sum(self.sizes), self.sizes[0]
-        # fours that registers hold; with more heads, none ahead
+        self.refs = refs  # None outside of a kernel
+        self.how = how
+        self.sizes = tuple(part.shape[2] for part in shapes.parts)  # units of each part
+        self.heads = shapes.parts[0].shape[1]
+        self.half = shapes.parts[0].dtype == jnp.float16
+        # Statistics of a head, of which its log-sum-exp is made; 0 where none is needed.
+        self.sums = 0 if shapes.sums is None else shapes.sums.shape[2]
+        self.U = sum(self.sizes)
+        self.S = self.sizes[0]  # units of the first part
+        # Fours that registers hold; with more heads, none are loaded ahead.
         self.depth = 3 if self.heads <= 4 and self.half else 0
         self.bins: Bins = first_bins(bool(self.sums), how.group_reduce)
         if refs is None:
@@ -165,10 +163,10 @@ class _Row:
             start, stop = ends[2 * i : 2 * i + 2]
             span = simt.span_of(start, stop, self.row, limit * how.unit, how.local if i else 0)
             spans.append(units_of(span, how.unit))
-        (self.start, self.length), (self.wait_start, self.wait_length) = [
-            *spans,
-            [word(0), word(0)],
-        ][:2]
+        # The second part, of pending units, may be missing.
+        self.start, self.length = spans[0]
+        no_pending = [word(0), word(0)]
+        self.pending_start, self.pending_length = [*spans, no_pending][1]
         self.wanted = simt.clipped(simt.number_of(ends[-1], self.row), how.room)
         size = 2 if self.half else 4
         self.scores = [
@@ -213,7 +211,9 @@ class _Row:
         )
         two = len(self.sizes) == 2
         pending = (
-            (self.scores[1], self.sizes[1], self.wait_start, self.wait_length) if two else None
+            (self.scores[1], self.sizes[1], self.pending_start, self.pending_length)
+            if two
+            else None
         )
         self.logs_at = log_sums(
             parts, self.sums, self.heads, pending, shared, load_ahead, self.half
@@ -228,8 +228,8 @@ class _Row:
         if end > self.S:
             stored = at < self.S
             begin, size = (
-                stored.select(begin, self.wait_start + self.S),
-                stored.select(size, self.wait_length),
+                stored.select(begin, self.pending_start + self.S),
+                stored.select(size, self.pending_length),
             )
         flags = [((at + j) - begin < size).select(1, 0) for j in range(4)]
         group_reduce = self.how.group_reduce
