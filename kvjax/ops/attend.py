@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -124,16 +124,35 @@ def attend_slots(
     return attend_gathered(q, kg, vg, selection, logits=logits)
 
 
-def _attend_zones_mosaic(a: Any) -> Any:
+class _AttendZones(Protocol):
+    """The arguments of `attend_zones`, by which the thread leads on to its kernel."""
+
+    q: Array
+    k: Array
+    v: Array
+    selection: Selection | PackedSelection
+    recent: Span
+    sink: Span | None
+    local: int
+    more: tuple[Array, Array] | None
+    sinks: Array | None
+    logits: Logits
+    part: bool
+
+
+def _attend_zones_mosaic(a: _AttendZones) -> Any:
+    # The kernel takes either how many slots are valid, or which.
     known = a.selection.found if isinstance(a.selection, PackedSelection) else a.selection.valid
-    zones = a.recent, a.sink, a.local, a.more
     made = kernels.attend_zones.attend_zones(
         a.q,
         a.k,
         a.v,
         a.selection.slots,
         known,
-        *zones,
+        a.recent,
+        a.sink,
+        a.local,
+        a.more,
         a.sinks,
         scale=a.logits.scale,
         cap=a.logits.cap,
@@ -218,10 +237,9 @@ def merge_beside(
     """`attend_beside` as a part over Q = G, without `sinks`."""
     mask = recent.mask(q.shape[2])
     if pending is not None:
-        own = membership(pending, recent.k.shape[2])  # of each list of slots, which heads share
-        mask |= (
-            own if own.shape[2] == 1 else jnp.repeat(own, q.shape[2] // own.shape[2], axis=2)
-        )
+        own = membership(pending, recent.k.shape[2])  # of each list of slots
+        heads_of_list = q.shape[2] // own.shape[2]
+        mask |= own if own.shape[2] == 1 else jnp.repeat(own, heads_of_list, axis=2)
     parts = [history, attend_part(q, recent.k, recent.v, mask, logits=logits)]
     if sink is not None:
         parts.append(attend_part(q, sink.k, sink.v, sink.mask(q.shape[2]), logits=logits))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -523,7 +523,18 @@ def _highest(
     )
 
 
-def _select_1bit_limit(a: Any) -> str | None:
+class _Select1bit(Protocol):
+    """The arguments of `select_1bit`, by which the thread leads on to its kernel."""
+
+    q: Array
+    keys: OneBit
+    candidates: Candidates
+    group_reduce: GroupReduce
+    logits: Logits
+
+
+def _select_1bit_limit(a: _Select1bit) -> str | None:
+    """The limit for one step, however many there are: a pass takes as many as fit."""
     q = a.q
     keys = a.keys
     candidates = a.candidates
@@ -537,14 +548,15 @@ def _select_1bit_limit(a: Any) -> str | None:
     )
 
 
-def _select_1bit_mosaic(a: Any) -> PackedSelection:
+def _select_1bit_mosaic(a: _Select1bit) -> PackedSelection:
     def one_pass(q: Array, candidates: Candidates) -> PackedSelection:
         steps = candidates.steps
-        pending: tuple[Any, ...] = candidates.pending
+        keys_or_scores, start, stop = candidates.pending
         pending_slots: int | None = candidates.pending_slots
-        if pending[0].dtype != a.keys.scale.dtype:
+        if keys_or_scores.dtype != a.keys.scale.dtype:
             # The kernel takes scores instead of keys of another dtype.
-            pending = join_steps(candidates.pending_units(q, a.logits)[0], steps), *pending[1:]
+            scores = candidates.pending_units(q, a.logits).scores
+            keys_or_scores = join_steps(scores, steps)
             pending_slots = None
         slots, found = kernels.select_1bit.select_1bit(
             q,
@@ -552,7 +564,7 @@ def _select_1bit_mosaic(a: Any) -> PackedSelection:
             a.keys.scale,
             a.keys.zero,
             candidates.span,
-            pending,
+            (keys_or_scores, start, stop),
             candidates.k,
             a.group_reduce,
             candidates.k_max,
@@ -563,14 +575,9 @@ def _select_1bit_mosaic(a: Any) -> PackedSelection:
         )
         return PackedSelection(slots, found)
 
-    return join_lists(
-        [
-            one_pass(*part)
-            for part in a.candidates.passes(
-                a.q, kernels.select_1bit.heads_at_once(a.q.shape[-1])
-            )
-        ]
-    )
+    heads = kernels.select_1bit.heads_at_once(a.q.shape[-1])
+    passes = a.candidates.passes(a.q, heads)
+    return join_lists([one_pass(q, candidates) for q, candidates in passes])
 
 
 @op(
@@ -604,10 +611,22 @@ def select_1bit(
     )
 
 
-def _select_pages_limit(a: Any) -> str | None:
+class _SelectPages(Protocol):
+    """The arguments of `select_pages`, by which the thread leads on to its kernel."""
+
+    q: Array
+    low: Array
+    high: Array
+    candidates: Candidates
+    group_reduce: GroupReduce
+    unit: int
+    logits: Logits
+
+
+def _select_pages_limit(a: _SelectPages) -> str | None:
     candidates = a.candidates
     candidates.require(a.low.shape[2], a.unit)
-    keys = candidates.pending[0]
+    keys, _, _ = candidates.pending
     room = candidates.k_max
     slots = candidates.pending_slots
     return no_kernel_for(a.group_reduce) or kernels.select_pages.unsupported(
@@ -615,7 +634,7 @@ def _select_pages_limit(a: Any) -> str | None:
     )
 
 
-def _select_pages_mosaic(a: Any) -> PackedSelection:
+def _select_pages_mosaic(a: _SelectPages) -> PackedSelection:
     candidates = a.candidates
     slots, found = kernels.select_pages.select_pages(
         a.q,
@@ -668,13 +687,14 @@ def select_pages(
 def _select_4bit_limit(a: Any) -> str | None:
     candidates = a.candidates
     candidates.require(a.listed.slots.shape[3], 1)
+    keys, _, _ = candidates.pending
     return kernels.select_4bit.unsupported(
         a.q,
         a.keys.signs,
         a.keys.sizes,
         a.keys.weights,
         a.listed.slots,
-        candidates.pending[0],
+        keys,
         candidates.k_max,
         candidates.pending_slots,
     )

@@ -32,10 +32,10 @@ class Dense(Store):
     # How a selection is read, not what is stored: a save has no note of it.
     together: int = field(default=1, kw_only=True, metadata={"saved": False})
 
+    takes_steps = True
+
     def __post_init__(self) -> None:
         keep_ints(self, together=1)
-
-    takes_steps = True
 
     def init(self, spec: CacheSpec, slots: int) -> Block:
         return empty_block(spec, slots)
