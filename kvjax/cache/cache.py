@@ -161,10 +161,10 @@ def init(
     if not isinstance(policy, list | tuple | PerLayer):
         _check_policy("init(policy=...)", policy)
     _check_spec("init(spec=...)", spec)
-    attend = layers - len(_recurrent_layers(spec, layers))
-    kinds = "" if attend == layers else f" of which {attend} have attention"
+    attending_layers = layers - len(_recurrent_layers(spec, layers))
+    kinds = "" if attending_layers == layers else f" of which {attending_layers} have attention"
     if isinstance(policy, list | tuple):
-        if len(policy) != attend:
+        if len(policy) != attending_layers:
             raise ValueError(
                 f"init got {len(policy)} policies for layers={layers}{kinds}; give one for each layer, or a "
                 "kvjax.PerLayer"
@@ -172,22 +172,22 @@ def init(
         for i, own in enumerate(policy):
             _check_policy(f"init(policy=...)[{i}]", own)
     by_layer = PerLayer.of(policy)
-    by_layer.check(attend, spec.kv_heads)
-    if not by_layer.reaches(attend):
+    by_layer.check(attending_layers, spec.kv_heads)
+    if not by_layer.reaches(attending_layers):
         raise ValueError(
             f"init got policies of their own for the first {len(by_layer.first)} layers and layers={layers}"
             f"{kinds}, so no layer uses {type(by_layer.rest).__name__}; give fewer, such as "
-            f"Layers(dense={attend - 1}) of a preset"
+            f"Layers(dense={attending_layers - 1}) of a preset"
         )
-    own = _policies_of(by_layer, spec, layers)
+    policies = _policies_of(by_layer, spec, layers)
     if placement is None:
-        own = [policy.of_size(spec) for policy in own]
-    layers_made = tuple(init_layer(policy, spec, placement) for policy in own)
-    # `Cache.rotated_for` of no tokens
-    rows: Any = jnp.zeros(spec.batch, jnp.int32) if spec.rope_by_length else None
-    return commit_together(
-        Cache(layers_made, jax.device_put(rows, placement and _rows_sharding(placement)))
-    )
+        policies = [policy.of_size(spec) for policy in policies]
+    layers_made = tuple(init_layer(policy, spec, placement) for policy in policies)
+    rotated_for: Any = None
+    if spec.rope_by_length:
+        rows = None if placement is None else _rows_sharding(placement)
+        rotated_for = jax.device_put(jnp.zeros(spec.batch, jnp.int32), rows)
+    return commit_together(Cache(layers_made, rotated_for))
 
 
 def _policies_of(by_layer: PerLayer, spec: CacheSpec, layers: int) -> list[Policy]:
@@ -243,11 +243,12 @@ def init_layer(
             f"and kvjax.Compressed over kvjax.Dense keep values of another size than keys; got {policy}"
         )
     if placement is None:
-        hosts = any(
+        # One program for all arrays, unless some are in host memory: see `host_zeros`.
+        has_host_arrays = any(
             a.memory_space == jax.memory.Space.Host
             for a in _empty.trace(policy, spec).jaxpr.out_avals
         )
-        state = policy.init(spec) if hosts else _empty(policy, spec)  # see `host_zeros`
+        state = policy.init(spec) if has_host_arrays else _empty(policy, spec)
         return commit_together(LayerCache(state, policy, spec))
     if not isinstance(placement, Placement):
         raise ValueError(
@@ -271,27 +272,29 @@ def _takes_value_dim(policy: Any) -> bool:
 
 @partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _empty(policy: Policy, spec: CacheSpec) -> Any:
-    return policy.init(
-        spec
-    )  # by one program: array by array, each shape and dtype would be one to compile
+    """An empty state by one program: array by array, each shape and dtype would be one to
+    compile.
+    """
+    return policy.init(spec)
 
 
 def _placed_shapes(layer: LayerCache) -> Any:
     """The state of `layer`; shapes without a sharding have that of the policy's own array."""
     leaves, structure = jax.tree.flatten(layer.state)
-    if not any(map(_is_anywhere, leaves)):
+    if not any(map(_has_no_home, leaves)):
         return layer.state
     homes = jax.tree.leaves(_homes(layer.policy, layer.spec, layer.placement))
     placed = [
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=home)
-        if _is_anywhere(leaf)
+        if _has_no_home(leaf)
         else leaf
         for leaf, home in zip(leaves, homes, strict=True)
     ]
     return jax.tree.unflatten(structure, placed)
 
 
-def _is_anywhere(leaf: Any) -> bool:
+def _has_no_home(leaf: Any) -> bool:
+    """True for the shape of an array that does not say on which devices it is."""
     return isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None
 
 
@@ -421,6 +424,9 @@ def outgrown(cache: Cache, total: Array | np.ndarray) -> np.ndarray:
 
 
 def check_layer_cache(verb: str, cache: Any) -> None:
+    """Raises ValueError unless `verb` can take `cache` as the cache of a layer: one whose arrays
+    were not donated.
+    """
     if not isinstance(cache, LayerCache):
         check_no_cache(verb, cache)
     check_alive(verb, cache)
@@ -444,6 +450,9 @@ def check_no_cache(verb: str, cache: Any) -> None:
 
 
 def check_cache(where: str, cache: Any) -> None:
+    """Raises ValueError unless `cache` is one of a layer or a model, whose arrays were not
+    donated.
+    """
     if not isinstance(cache, Cache | LayerCache):
         raise ValueError(
             f"{where} takes a cache, got {short_repr(cache)}; kvjax.init makes one"
@@ -452,6 +461,7 @@ def check_cache(where: str, cache: Any) -> None:
 
 
 def layers_of(cache: Cache | LayerCache) -> tuple[LayerCache, ...]:
+    """The layers of a cache; of a layer's cache, the layer alone."""
     return cache.layers if isinstance(cache, Cache) else (cache,)
 
 
@@ -480,6 +490,7 @@ def as_rows(cache: Cache | LayerCache, x: Array) -> Array:
 
 
 def placement_of(cache: LayerCache) -> Placement:
+    """The placement of a cache that has one."""
     assert cache.placement is not None
     return cache.placement
 
@@ -506,20 +517,20 @@ def as_whole(cache: LayerCache, state: Any) -> Any:
 def run_by_part(
     f: Callable[..., Cache], cache: Any, *operands: Any, specs: tuple[Any, ...] = ()
 ) -> Any:
-    """Runs f(cache, *operands) on each device for its part of the cache; `specs` are
-    PartitionSpecs of `operands`.
+    """Runs f(cache, *operands) on each device for its part of the cache, and returns the cache
+    with the states that `f` gives; `specs` are PartitionSpecs of `operands`.
     """
     layers = layers_of(cache)
     states = [layer.state for layer in layers]
     layer_specs = [specs_of(layer) for layer in layers]
 
     def local(states: list[Any], *operands: Any) -> list[Any]:
-        mine = f(
-            Cache(tuple(part_of(layer, st) for layer, st in zip(layers, states, strict=True))),
-            *operands,
-        )
+        pairs = zip(layers, states, strict=True)
+        part = Cache(tuple(part_of(layer, state) for layer, state in pairs))
+        changed = f(part, *operands)
         return [
-            as_whole(layer, own.state) for layer, own in zip(layers, mine.layers, strict=True)
+            as_whole(layer, own.state)
+            for layer, own in zip(layers, changed.layers, strict=True)
         ]
 
     new_states = run_on_parts(
@@ -543,6 +554,7 @@ def map_layers(change: Callable[[LayerCache], LayerCache], cache: Cache) -> Cach
 
 
 def with_states(cache: Any, states: Sequence[Any]) -> Any:
+    """`cache` with another state of each layer."""
     pairs = zip(layers_of(cache), states, strict=True)
     return with_layers(
         cache, [dataclasses.replace(layer, state=state) for layer, state in pairs]

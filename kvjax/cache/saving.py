@@ -59,6 +59,7 @@ SETTLE = 0.05  # seconds to wait for reads that were in progress when another on
 OPENED = 20  # attempts to list a directory while a writer removes old saves
 # in the name of a save that is being written, or was interrupted
 UNFINISHED = ".orbax-checkpoint-tmp"
+SAVED_FIELDS = {".pinned": ".stays"}  # fields of states by their names in saves of this format
 
 
 class DamagedSaveError(ValueError):
@@ -145,9 +146,8 @@ def restore(directory: str | Path, like: Cache | LayerCache, *, step: int | None
     """
     _check("restore(like=...)", like)
     for layer in layers_of(like):
-        if (
-            layer.placement is not None
-        ):  # `kvjax.init` has checked it, but shapes may have got another one since
+        # `kvjax.init` has checked it, but shapes may have got another one since.
+        if layer.placement is not None:
             layer.placement.check(layer.policy, layer.spec)
     if step is not None:
         step = require_int("restore(step=...)", step, at_least=0)
@@ -403,11 +403,17 @@ def _sizes(spec: CacheSpec) -> dict[str, Any]:
 
 
 def _named(cache: Any) -> list[tuple[str, Any]]:
-    """The arrays by their path, with the first names of fields that were renamed."""
-    return [
-        (jax.tree_util.keystr(path).replace(".pinned", ".stays"), leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(cache)
-    ]
+    """The arrays by their path, in which fields that were renamed have the name that saves of
+    this format have them under.
+    """
+
+    def name(path: Any) -> str:
+        text: str = jax.tree_util.keystr(path)
+        for now, saved in SAVED_FIELDS.items():
+            text = text.replace(now, saved)
+        return text
+
+    return [(name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(cache)]
 
 
 def _homes(cache: Cache | LayerCache) -> list[Any]:
@@ -441,9 +447,8 @@ def _manager(path: Path, keep: int | None) -> ocp.CheckpointManager:
         ocp.CheckpointManager, path, options=options, item_names=("arrays", "about")
     )
     for _ in range(OPENED - 1):
-        with suppress(
-            FileNotFoundError, NotADirectoryError
-        ):  # a writer removed an old save while orbax listed them
+        # A writer may remove an old save while orbax lists them.
+        with suppress(FileNotFoundError, NotADirectoryError):
             return opened()
         time.sleep(SETTLE)
     return opened()
