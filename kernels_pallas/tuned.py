@@ -27,9 +27,8 @@ from kvjax.kernels_pallas.simt import bypass_cache, device_kind
 
 FILE = Path(__file__).with_name("tuned.json")
 NEAR = 1.5
-SIZES = frozenset(
-    ("rows", "S", "U", "P", "M", "k", "room")
-)  # rows; tokens, units, pages or places of a row
+# Rows; tokens, units, pages or places of a row.
+SIZES = frozenset(("rows", "S", "U", "P", "M", "k", "room"))
 
 C = TypeVar("C")
 

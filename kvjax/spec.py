@@ -163,10 +163,11 @@ def one_or_several(what: str, value: Any, *, at_least: int = 1) -> tuple[int, ..
 
 
 CAPACITY_STEP = 128
+# Capacities of a cache of so few tokens in all rows that its size matters less than compiling.
 SMALL_CAPACITIES = (
     1152,
     4608,
-)  # of a cache of so few tokens in all rows that its size matters less than compiling
+)
 
 
 def padded_capacity(tokens: int) -> int:

@@ -195,9 +195,8 @@ class Chat:
         check_fit(shared, len(ids) - shared, new, self._capacity, positions)
         cache, known, unread = self._prepare(messages, ids, held, shared)
         needed = len(known) + len(unread) + new
-        if (
-            cache is not None and outgrown(cache, np.array([needed])).size
-        ):  # all keys need another rotation
+        # All keys need another rotation.
+        if cache is not None and outgrown(cache, np.array([needed])).size:
             self._run = self._restored = None
             cache, known, unread = None, [], ids
         if cache is None:

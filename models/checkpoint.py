@@ -137,9 +137,8 @@ class Checkpoint:
 
     model: Decoder
     config: DecoderConfig
-    stop_tokens: tuple[
-        int, ...
-    ]  # ids that end a text: from generation_config.json, else from config.json
+    # Ids that end a text: from generation_config.json, else from config.json.
+    stop_tokens: tuple[int, ...]
     directory: Path
     placement: Placement | None = None  # of the model, and of the caches that it makes
     processors: Processors = Processors()  # rules that generation_config.json asks for
@@ -264,9 +263,8 @@ class Checkpoint:
         positions = self.config.max_positions
         if positions is None or size <= positions * 16:
             return
-        longest = 4 * max(
-            map(len, self.tokenizer.get_vocab())
-        )  # bytes: a character has at most 4
+        # Bytes: a character has at most 4.
+        longest = 4 * max(map(len, self.tokenizer.get_vocab()))
         if size > positions * longest:
             raise ValueError(
                 f"the prompt of {size} bytes has more than {positions} tokens (none of the model's is longer than "
@@ -485,9 +483,8 @@ class Checkpoint:
         """
         if isinstance(cache, str):
             presets.parse(cache)
-        self.render_chat(
-            "hello", template=template
-        )  # raises early if the model has no template
+        # Raises early if the model has no template.
+        self.render_chat("hello", template=template)
         draw, key = _draws(temperature, top_k, top_p, min_p, seed, key)
         return Chat(
             self,

@@ -501,9 +501,8 @@ def read_common(
                 f"{name} in {fields.source} is {short_repr(value)}, which is not supported: {allowed}"
             )
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    stated = fields.raw.get(
-        "num_key_value_heads", kv_heads
-    )  # null means as many as query heads in every family
+    # Null means as many as query heads in every family.
+    stated = fields.raw.get("num_key_value_heads", kv_heads)
     size = fields.integer("head_dim", head_dim)
     if size is None:
         if hidden % heads:

@@ -677,9 +677,8 @@ class Decoder(nnx.Module):
             final = _rotated_for(cache)
         x, cos, sin = self.begin(tokens, stored, final)
         placement = None if cache is None or steps else cache.placement
-        x = split_tokens(
-            placement, keep_tokens(placement, x)
-        )  # else XLA would gather the whole table
+        # Otherwise XLA would gather the whole table.
+        x = split_tokens(placement, keep_tokens(placement, x))
         layers: list[Any] = []
         infos: list[Any] = []
         selection = None  # of the last layer that selected, for the layers that follow it

@@ -112,9 +112,8 @@ class Llama3(Rope):
 
     def frequencies(self, head_dim: int, length: Array | int = 0) -> np.ndarray:
         plain = plain_frequencies(self.theta, head_dim)
-        turns = self.original / (
-            2 * np.pi / plain
-        )  # of each pair of channels over the pretraining length
+        # Turns of each pair of channels over the pretraining length.
+        turns = self.original / (2 * np.pi / plain)
         ramp = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         between = (1 - ramp) * plain / self.factor + ramp * plain
         stretched = np.where(turns < self.low_freq_factor, plain / self.factor, between)

@@ -153,9 +153,8 @@ class Template:
         """
         begin = self._tokenizer.decode(list(held), skip_special_tokens=False)
         text = self.render(messages, settings, add_generation_prompt=True)
-        if not text.startswith(begin) or self.read(text) != list(
-            ids
-        ):  # a user spells control tokens
+        # A user spells control tokens.
+        if not text.startswith(begin) or self.read(text) != list(ids):
             return []
         return self.read(text[len(begin) :])
 
@@ -266,9 +265,8 @@ def tokenise(tokenizer: Any, text: str, directory: Any, **how: Any) -> list[int]
     try:
         return [int(i) for i in tokenizer(text, **how)["input_ids"]]
     except BaseException as error:
-        if (
-            isinstance(error, Exception) or type(error).__name__ == "PanicException"
-        ):  # tokenizers', no Exception
+        # An error of tokenizers, which is no Exception.
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise ValueError(
                 f"the tokenizer in {directory} fails on the text: {cut(str(error))}"
             ) from None

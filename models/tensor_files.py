@@ -39,9 +39,8 @@ THREADS = 4
 BLOCK, GAP = (128, 256), 8
 ALIGNED = 64  # bytes; JAX takes such an array of the host as an array of the CPU without a copy
 
-E2M1 = np.array(
-    [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32
-)  # of MXFP4
+# The values that a code of MXFP4 stands for.
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 T = TypeVar("T")
 

@@ -156,9 +156,8 @@ def read(directory: Path, whole: Callable[[], Any]) -> FileTokenizer | None:
         if (template := directory / "chat_template.jinja").is_file():
             config["chat_template"] = template.read_text(encoding="utf-8")
         tokenizer = Tokenizer.from_file(str(file))
-        if (
-            type(tokenizer.model).__name__ != "BPE"
-        ):  # transformers may change what others decode
+        # Transformers may change what others decode.
+        if type(tokenizer.model).__name__ != "BPE":
             return None
     except Exception:  # a damaged file: transformers says what is wrong
         return None

@@ -224,9 +224,8 @@ def distribute(
         path: jax.device_put(param.get_value(), by_path[path])
         for path, param in nnx.to_flat_state(state)
     }
-    found = nnx.merge(
-        graph, state, copy=True
-    )  # with its own parameters: `model` keeps its arrays where they are
+    # With its own parameters: `model` keeps its arrays where they are.
+    found = nnx.merge(graph, state, copy=True)
     for path, param in _params(found):
         param.set_value(moved[path])
     return found
@@ -437,9 +436,8 @@ def describe(config: DecoderConfig) -> tuple[Family, dict[str, Any]]:
         isinstance(config.rope, Yarn)
         and config.rope.original * config.rope.factor > config.max_position_embeddings
     ):
-        del rope[
-            "original_max_position_embeddings"
-        ]  # with it, the positions would be read as those before scaling
+        # With it, the positions would be read as those before scaling.
+        del rope["original_max_position_embeddings"]
     window = next((w for w in config.windows if w is not None), None)
     by = config.experts
     fields: dict[str, Any] = {

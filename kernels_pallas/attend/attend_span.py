@@ -279,9 +279,8 @@ def _program(
     tile = keys * rows.width  # bytes; in a stage the keys are before the values
 
     per, first = rows.per, rows.first  # slots that one instruction copies, and this lane's
-    places = [
-        rows.place(word(0), first + i, rows.chunk) for i in range(0, 8, per)
-    ]  # which repeat after 8 slots
+    # Places repeat after 8 slots.
+    places = [rows.place(word(0), first + i, rows.chunk) for i in range(0, 8, per)]
     k, v = (simt.offset(a, first * rows.of_token + rows.chunk * 16) for a in (k, v))
 
     def fetch(source: Any, to: Word, slot: Word) -> None:

@@ -34,9 +34,8 @@ class Coded:
     S: int
     D: int
     bits: tuple[int, int]  # of keys and values
-    centres: tuple[
-        tuple[float, ...], tuple[float, ...]
-    ]  # the sizes that an index stands for; none with 8 bits
+    # The sizes that an index stands for; none with 8 bits.
+    centres: tuple[tuple[float, ...], tuple[float, ...]]
     turned: int  # a bit for each channel whose sign the rotation flips
 
 
@@ -221,9 +220,8 @@ class Zone:
         for place, acc in zip(places, mixed, strict=True):
             found[place], found[place + n // 2] = list(acc[:2]), list(acc[2:])
         rows = _sums([found[i] for i in range(n)])
-        for b in range(
-            3
-        ):  # bit b of a lane's channels becomes a bit of lanes, whose own becomes that
+        # Bit b of a lane's channels becomes a bit of lanes, whose own becomes that.
+        for b in range(3):
             mine = (self.quad & (1 << b)).differs(0)
             for i in range(n):
                 if i & (1 << b):

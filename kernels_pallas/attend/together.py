@@ -106,10 +106,11 @@ class Together:
         self.tops = self.stats + WARPS * columns * 32
         self.step = columns * 256  # bytes of 16 rows of a right operand
         bits, D = layout.bits[1], layout.D
+        # Codes of a byte, channels of 16 bytes.
         self.in_byte, self.block = (
             8 // bits,
             128 // bits,
-        )  # codes of a byte, channels of 16 bytes
+        )
         # of a warp: 16 channels each, as its codes' places in the block
         self.products = D // 64
         first = self.warp * self.products
@@ -211,10 +212,11 @@ class Together:
             for e in range(2)
         ]
         tops = self._tops()
+        # Infinite if there was no key, NaN if there is none now.
         over = [
             instr("fma.rn.f32", x, real(factor), instr("neg.f32", top))
             for x, top in zip(best, tops, strict=True)
-        ]  # infinite if there was no key, NaN if there is none now
+        ]
         furthest = functools.reduce(lambda a, b: instr("max.f32", a, b), over)
         greater = "{ .reg .pred p; setp.gt.f32 p, $1, $2; selp.u32 $0, 1, 0, p; }"
         any_far = simt.any_of_warps(
@@ -316,9 +318,8 @@ class Together:
             self._prepare(at, edge, outside)
             simt.warp_barrier()
             logs = self._scores(at)
-            for r in range(
-                unit // 8, 2 * layout.tiles
-            ):  # rows of the last 16 keys that are past the unit
+            # Rows of the last 16 keys that are past the unit.
+            for r in range(unit // 8, 2 * layout.tiles):
                 past = self.quad + 8 * r >= unit
                 for tiles in logs:
                     for e in (2 * (r % 2), 2 * (r % 2) + 1):
@@ -469,10 +470,11 @@ class Together:
             self.layout.per_token,
         )
         tiles, mix = layout.tiles, self._mix(state)
+        # Lanes 8 i .. give addresses of the i-th matrix.
         i, lane = (
             self.lane >> 3,
             self.lane & 7,
-        )  # lanes 8 i .. give addresses of the i-th matrix
+        )
         row = (i >> 1) * 16 + (i & 1) * 8 + lane  # of two tiles
         codes = [
             self.rings

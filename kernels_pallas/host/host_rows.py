@@ -47,9 +47,8 @@ class Config:
             )
 
 
-BESIDE = Config(
-    ahead=4, blocks=16
-)  # enough chunks in flight to fill the bus, and few enough blocks to leave room
+# Enough chunks in flight to fill the bus, and few enough blocks to leave room.
+BESIDE = Config(ahead=4, blocks=16)
 
 
 def smem_bytes() -> int:
@@ -68,9 +67,8 @@ def limit_of_chunks(name: str, size: int, rows: int) -> str | None:
         return f"the kernel {name} takes rows of a multiple of {CHUNK} bytes; got {size}"
     if not size or not rows:
         return f"the kernel {name} takes at least one row, and one byte of each; got {rows} of {size}"
-    if (
-        rows * (size // CHUNK) >= 1 << 30
-    ):  # so that a signed counter does not overflow in the last turn
+    # So that a signed counter does not overflow in the last turn.
+    if rows * (size // CHUNK) >= 1 << 30:
         return f"the kernel {name} takes less than 16 GiB at a time; got {rows * size} bytes"
     return None
 
@@ -343,9 +341,8 @@ def _move(
             move_all(at_chunk, wanted)
 
     def move_all(at_chunk: list[Word], wanted: list[Flag]) -> None:
-        sources = [
-            source(instr("min.u32", at, total - 1)) for at in at_chunk
-        ]  # a spare thread loads the last
+        # A spare thread loads the last.
+        sources = [source(instr("min.u32", at, total - 1)) for at in at_chunk]
         load = (
             "{ .reg .pred p; setp.ne.u32 p, $4, 0; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; "
             "@p ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$5]; }"

@@ -51,14 +51,14 @@ MOST = 32  # pages, and places, of a thread
 AHEAD = 4  # places of a thread whose loads are in flight at once
 LEAST_WARPS = 512  # of `hot_load`, so that enough reads are in flight to fill the bus
 NONE = 0xFFFFFFFF
+# States of a place within `hot_places`; the first two are stored as they are.
 KEPT, FILLED, USED = (
     1,
     2,
     4,
-)  # states of a place within `hot_places`; the first two are stored as they are
-Decode = Callable[
-    [list[Word]], list[list[Word]]
-]  # from four words that were read to the words to write, by four
+)
+# From four words that were read to the words to write, by four.
+Decode = Callable[[list[Word]], list[list[Word]]]
 
 
 def smem_bytes(places: int, pages: int) -> int:
@@ -176,11 +176,12 @@ def _places_program(*refs: Any, n: int, N: int, P: int, threads: int) -> None:
     missing = [is_page.select(hit.select(0, 1), 0) for _, is_page, hit, _ in wanted]
     block_barrier()
 
+    # Bits of the thread's places; idle ones + busy ones << 16.
     idle, busy, packed = (
         word(0),
         word(0),
         word(0),
-    )  # bits of the thread's places; idle ones + busy ones << 16
+    )
     for e in range(share):
         inside, at = _place_at(thread, e, share, at_hand, n)
         state = inside.select(simt.load_shared(kept + at * 4), KEPT)

@@ -208,9 +208,8 @@ def estimate(
     q = simt.offset_rows(simt.global_address(q_m), place.head, D * 4)
     table, queries = simt.shared_address(table_m), simt.shared_address(queries_m)
 
-    slot = (slot < 1 << 31).select(
-        slot, slot + S
-    )  # a negative slot counts from the end, as in the reference
+    # A negative slot counts from the end, as in the reference.
+    slot = (slot < 1 << 31).select(slot, slot + S)
     slot = (slot < S).select(slot, (slot < 1 << 31).select(S - 1, 0))
     width = N // 4  # words of a plane, or of half the weights
     vector = "{" + ", ".join(f"${i}" for i in range(width)) + "}"
@@ -237,9 +236,8 @@ def estimate(
             byte = t + first
             two = [simt.from_lane(decoded, byte & 15), simt.from_lane(decoded, byte >> 4)]
             at = table + byte * (COPIES * 8) + ((t & (COPIES // 2 - 1)) << 4)
-            for i in range(
-                COPIES // 2
-            ):  # two copies at a time, in another order in each lane of eight
+            # Two copies at a time, in another order in each lane of eight.
+            for i in range(COPIES // 2):
                 ptx("st.shared.v4.b32 [$0], {$1, $2, $1, $2};", at ^ (i << 4), *two)
     simt.block_barrier()
 
@@ -277,17 +275,15 @@ def _product(
             """Adds two subspaces, whose pairs are the lower bytes of words; `ahead` are the
             weights of the next two.
             """
-            ptx(
-                '.pragma "nounroll";'
-            )  # or ptxas reads ahead so far that two blocks fill the registers
+            # Otherwise ptxas reads ahead so far that two blocks fill the registers.
+            ptx('.pragma "nounroll";')
             for b, weight in enumerate((scales << 16, scales & 0xFFFF0000)):
                 load = "ld.shared.v4.u32 {$0, $1, $2, $3}, [$4+%d];"
                 channels = [x for i in (0, 16) for x in ptx(load % (b * 32 + i), at, results=4)]
                 part = word(0)
                 for i, pair in enumerate(pairs):
-                    address = simt.instr(
-                        "dp4a.u32.u32", pair, (COPIES * 8) << (8 * b), table
-                    )  # table + 128 * byte b
+                    # `table` + 128 * byte b.
+                    address = simt.instr("dp4a.u32.u32", pair, (COPIES * 8) << (8 * b), table)
                     two = simt.load_shared(address, 2)
                     for x, channel in zip(two, (channels[i], channels[i + 4]), strict=True):
                         part = simt.instr("fma.rn.f32", x, channel, part)

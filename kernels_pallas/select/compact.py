@@ -100,9 +100,8 @@ class Out(NamedTuple):
         )
 
 
-Share = Callable[
-    [Word, Word, Word], None
-]  # from place, rank and key: adds an element to the list
+# From place, rank and key: adds an element to the list.
+Share = Callable[[Word, Word, Word], None]
 
 
 def write_slots(row: Held, cut: LastPlace, here: Here, out: Out, config: tiling.Config) -> None:

@@ -62,9 +62,8 @@ def config_for(
     `units` units in all.
     """
     rule = tiling.config_for(rows * per_row, units, target)
-    fits = tiling.in_one_step(
-        units, replace(rule, unroll=5)
-    )  # registers hold 20 keys of a thread
+    # Registers hold 20 keys of a thread.
+    fits = tiling.in_one_step(units, replace(rule, unroll=5))
     unroll = 5 if fits and not rule.parted else 4
     return Config(
         rule.blocks, unroll, rule.cluster, **asdict(score.config_for(rows, slots, target))

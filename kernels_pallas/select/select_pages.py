@@ -257,9 +257,8 @@ def _score(
     with when(block >= blocks):
         (pages,) = units.padded(how.pending_slots // how.unit)
         job = (block - blocks) * (4 * how.config.warpgroups) + (simt.special("tid.x") >> 5)
-        job = (job < pending_rows * pages).select(
-            job, pending_rows * pages - 1
-        )  # a spare warp repeats the last
+        # A spare warp repeats the last.
+        job = (job < pending_rows * pages).select(job, pending_rows * pages - 1)
         row = simt.divide(job, pages)
         page = job - row * pages
         start, length = simt.span_of(

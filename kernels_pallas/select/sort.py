@@ -79,9 +79,8 @@ def sort_pairs(sizes: list[int], own: Word, spare: Word | None, length: Word, t:
     past one takes long. Without `spare`, as much room again, threads wait once more for each
     exchange."""
     if len(sizes) == 1:
-        of_thread = max(
-            2 if sizes[0] > 32 else 1, sizes[0] // tiling.THREADS
-        )  # fewer waits for others than with one
+        # Fewer waits for others than with one.
+        of_thread = max(2 if sizes[0] > 32 else 1, sizes[0] // tiling.THREADS)
         with when((t >> 5) * (32 * of_thread) < length):
             _bitonic(sizes[0], of_thread, own, spare, length, t)
         return

@@ -36,9 +36,8 @@ def ranked_at_once(blocks: int) -> int:
     return min(LISTED, math.isqrt(50_000 * blocks))
 
 
-Place = Callable[
-    [Word, Word], list[Operand]
-]  # from key and rank to the bin, and perhaps two numbers (`count`)
+# From key and rank to the bin, and perhaps two numbers (`count`).
+Place = Callable[[Word, Word], list[Operand]]
 
 
 class LastPlace(NamedTuple):
@@ -252,8 +251,7 @@ def last_place(row: Held, wanted: Word, hist: Word, bins: Bins, blocks: int) -> 
             )
         return simt.branch(is_long(found), functools.partial(by_slot, *found), found)
 
-    state = simt.branch(
-        is_long(state), narrowed, state
-    )  # one branch past all of it, as far branches take long
+    # One branch past all of it, as far branches take long.
+    state = simt.branch(is_long(state), narrowed, state)
     low, size, _, least, need, many, above, beside = state
     return LastPlace(low, size, least, need, many, wanted, above, beside)

@@ -52,13 +52,14 @@ from kvjax.kernels_pallas.simt import (
 )
 
 MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/top_k.json
+# Of each pass: 0 for the key or 1 for the slot, shift, bits.
 DIGITS = (
     (0, 21, 11),
     (0, 10, 11),
     (0, 0, 10),
     (1, 11, 11),
     (1, 0, 11),
-)  # (of key 0 or slot 1, shift, bits)
+)
 SMALL = 80  # words for sums of warps, lengths of lists, and where they begin
 LONGEST = 2 * tiling.MAX_PARTS * 2
 TOO_MANY = 0xFFFFFFFF  # in place of the length of a list
@@ -109,9 +110,8 @@ def top_k(
         low = jnp.finfo(scores.dtype).min
         scores = jnp.where(scores >= low, scores, low).astype(jnp.float32)
     own = (1,) * (scores.ndim - valid.ndim) + valid.shape
-    n = max(
-        (i + 1 for i in range(len(lead)) if own[i] > 1), default=0
-    )  # rows that differ in later axes share a mask
+    # Rows that differ in later axes share a mask.
+    n = max((i + 1 for i in range(len(lead)) if own[i] > 1), default=0)
     valid = jnp.broadcast_to(valid.reshape(own[:n] + own[-1:]), (*lead[:n], U))
     scores, valid = (jnp.pad(a.reshape(-1, U), ((0, 0), (0, -U % 4))) for a in (scores, valid))
     config = config or tuned.select(

@@ -95,9 +95,8 @@ def top_k_grouped(
     B, K, G, _ = parts[0][0].shape
     H = G if group_reduce == "per_head" else 1
     scores = [scores for scores, _ in parts]
-    shared = jnp.broadcast_shapes(
-        *(ok.shape[:-1] for _, ok in parts)
-    )  # a part may have one row for all KV heads
+    # A part may have one row for all KV heads.
+    shared = jnp.broadcast_shapes(*(ok.shape[:-1] for _, ok in parts))
     flags = [jnp.broadcast_to(ok, (*shared, ok.shape[-1])) for _, ok in parts]
     valid = jnp.concatenate(flags, axis=-1)
     if len(parts) > 2 or (len(parts) == 2 and scores[0].shape[3] % 4):

@@ -110,9 +110,8 @@ def select_units(kernel: str, inputs: Inputs, how: How) -> tuple[jax.Array, jax.
         jax.ShapeDtypeStruct((rows,), jnp.int32),
     ]
     if not tiling.in_one_step(U, config):
-        outs.append(
-            jax.ShapeDtypeStruct((rows, U), jnp.uint32)
-        )  # keys, where lists have no room
+        # The keys, where lists have no room.
+        outs.append(jax.ShapeDtypeStruct((rows, U), jnp.uint32))
     units, found, *_ = simt.kernel(
         program_of(_select_units), name=kernel, out_type=tuple(outs), scratch=scratch(U, config),
         sparse=(2,)[: len(outs) - 2], blocks=rows, cluster=config.blocks, warpgroups=tiling.THREADS // 128,
@@ -285,9 +284,8 @@ def _select_units(row: _Row, slots_m: Any, found_m: Any, *refs: Any) -> None:
         (None, refs) if is_held else (refs[0], refs[1:])
     )
     stride, unroll, steps = tiling.steps(U, config)
-    whole = min(
-        max(S // stride - (unroll - 1) * steps, 0), steps
-    )  # steps that are in the first part for all threads
+    # Steps that are in the first part for all threads.
+    whole = min(max(S // stride - (unroll - 1) * steps, 0), steps)
     here = Here.of(hist_m, small_m)
     here.clear()
     if not is_held:

@@ -185,9 +185,8 @@ class Mosaic:
         args: Sequence[Array],
     ) -> tuple[Array, ...]:
         spaces = [jax.typeof(a).memory_space for a in (*changed, *args)]
-        if (
-            jax.memory.Space.Host not in spaces
-        ):  # this way allows custom derivatives, but no arrays in host memory
+        # This way allows custom derivatives, but no arrays in host memory.
+        if jax.memory.Space.Host not in spaces:
             return run_state(lambda refs: self.run(program, launch, (), (*refs, *args)))(
                 tuple(changed)
             )

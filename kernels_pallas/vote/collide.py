@@ -313,9 +313,8 @@ class _Table:
 
     def store(self, found: Sequence[Sequence[Word]]) -> None:
         copies = 32 // self.words
-        first_copy = simt.divide(
-            self.t & 31, self.words
-        )  # so that all lanes store to banks of their own
+        # So that all lanes store to banks of their own.
+        first_copy = simt.divide(self.t & 31, self.words)
         for i, patterns in zip(self.fours, found, strict=True):
             with when(i < PATTERNS // 4):
                 for copy in range(copies):
@@ -397,9 +396,8 @@ class _Votes:
         keys, stages = self.config.keys, self.config.stages
         mine, order, copy = self._mine()
         lane = simt.special("laneid")
-        takes = [
-            word(128) << (((lane + j) & 3) << 3) for j in range(4)
-        ]  # 128, of the byte that is taken
+        # 128 in the byte that is taken.
+        takes = [word(128) << (((lane + j) & 3) << 3) for j in range(4)]
         places = [
             [self.table + (copy * N + i * 4 + ((lane + j) & 3)) * (4 * width) for j in range(4)]
             for i in order

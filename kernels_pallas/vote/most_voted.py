@@ -297,9 +297,8 @@ def _program(
         sums = _scan((lane < threads // 32).select(of_warp, 0), lane)
         ahead = upto - own + warp.equals(0).select(0, simt.from_lane(sums, (warp - 1) & 31))
         a, level = before[0] + (ahead & 0xFFFF), before[1] + (ahead >> 16)
-        left = (level < spare).select(
-            spare - level, 0
-        )  # places for those of the least vote, from here on
+        # Places for those of the least vote, from here on.
+        left = (level < spare).select(spare - level, 0)
 
         def first_of_same() -> list[Word]:
             kept, rest = [], left
@@ -349,9 +348,8 @@ def _count_votes(
     def _count(first: Word) -> None:
         for votes_, marks in zip(*load(first), strict=True):
             for byte in range(4):
-                at = simt.instr(
-                    "dp4a.u32.u32", votes_, (COPIES * 4) << (8 * byte), own_copy
-                )  # own_copy + 128 * vote
+                # `own_copy` + 128 * vote.
+                at = simt.instr("dp4a.u32.u32", votes_, (COPIES * 4) << (8 * byte), own_copy)
                 # 0 is added too: ptxas would turn a condition into a branch for each vote.
                 ptx("red.shared.add.u32 [$0], $1;", at, (marks >> (8 * byte + 7)) & 1)
 
@@ -366,9 +364,8 @@ def _count_votes(
 
 def _reach(x: Word, bound: Word, mark: Word) -> Word:
     """`mark`, in the highest bits of bytes, for the bytes in which x is at least `bound`."""
-    low = (x | HIGH) - (
-        bound & ~HIGH & 0xFFFFFFFF
-    )  # without the highest bits, so that no byte borrows
+    # Without the highest bits, so that no byte borrows.
+    low = (x | HIGH) - (bound & ~HIGH & 0xFFFFFFFF)
     return ((x & (bound ^ 0xFFFFFFFF)) | (((x ^ bound) ^ 0xFFFFFFFF) & low)) & mark
 
 

@@ -188,9 +188,8 @@ class Ranks:
         def votes(i: Word, *votes: Word) -> list[Word]:
             ptx('.pragma "nounroll";')
             bound = simt.load_shared(self.bounds + i * 4)
-            more = [
-                instr("sub.sat.f32", bound, x) for x in before
-            ]  # 1 if bound > x, as both are whole
+            # 1 if bound > x, as both are whole.
+            more = [instr("sub.sat.f32", bound, x) for x in before]
             return [instr("add.f32", a, b) for a, b in zip(votes, more, strict=True)]
 
         nothing = exists.select(simt.real(2.0**23), 0xFFFFFFFF)
@@ -204,9 +203,8 @@ class Ranks:
 
         As f32 the words are ordered numbers, in the order of s if those bits differ."""
         first, magnitude = word(0), word(0)
-        for y, sign in zip(
-            x, self.signs, strict=False
-        ):  # bit j of a pattern is the sign of channel j
+        # Bit j of a pattern is the sign of channel j.
+        for y, sign in zip(x, self.signs, strict=False):
             first = instr("fma.rn.f32", sign, y, first)  # summed in the order of channels
         totals = [first]
         for y in x[BITS:7]:

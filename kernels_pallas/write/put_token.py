@@ -203,9 +203,8 @@ def _program_of_some(
         for (*pair, _, size), count, start, many in zip(
             zones, counts, firsts, taken, strict=True
         ):
-            with when(
-                token - start < many
-            ):  # unsigned: tokens before the first are far past the last
+            # Unsigned: tokens before the first are far past the last.
+            with when(token - start < many):
                 for to, loaded in zip(pair, words, strict=True):
                     to = simt.offset_rows(
                         simt.offset_rows(to, row * heads + head, size * width), count, width

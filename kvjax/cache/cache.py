@@ -50,9 +50,8 @@ class LayerCache:
     state: Any
     policy: Policy = dataclasses.field(metadata={"static": True})
     spec: CacheSpec = dataclasses.field(metadata={"static": True})
-    placement: Placement | None = dataclasses.field(
-        default=None, metadata={"static": True}
-    )  # how it is split
+    # How it is split over devices; None: it is on one.
+    placement: Placement | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def length(self) -> Array:

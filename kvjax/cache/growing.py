@@ -62,9 +62,8 @@ def _grow(layer: LayerCache, capacity: int) -> LayerCache:
                 f"{layer.policy} cannot grow: an array of shape {old.shape} becomes {new.shape}, and no axis may shrink"
             )
         if isinstance(old, jax.Array) and not isinstance(old, jax.core.Tracer):
-            new = jax.device_put(
-                new, old.sharding
-            )  # the device of the cache need not be the default one
+            # The device of the cache need not be the default one.
+            new = jax.device_put(new, old.sharding)
         with axes_of(mesh_of(old)):
             return lax.dynamic_update_slice(new, old, (0,) * new.ndim)
 

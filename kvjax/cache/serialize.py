@@ -25,9 +25,8 @@ def plain(value: Any) -> Any:
         return [plain(v) for v in value]
     if isinstance(value, bool | np.bool_):
         return bool(value)
-    if isinstance(
-        value, numbers.Integral
-    ):  # NumPy's too, so that equal policies have equal descriptions
+    # NumPy's too, so that equal policies have equal descriptions.
+    if isinstance(value, numbers.Integral):
         return int(value)
     if isinstance(value, numbers.Real):
         return float(value)

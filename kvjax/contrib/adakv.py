@@ -147,9 +147,8 @@ class HeadBudgets(Evicting):
         counts = st.head_counts + (active[:, None] & (st.head_counts < st.limit)).astype(
             jnp.int32
         )
-        largest = jnp.maximum(
-            st.tokens.count, jnp.max(counts, axis=1)
-        )  # of the old count, whose buffer it reuses
+        # At least the old count, whose buffer it reuses.
+        largest = jnp.maximum(st.tokens.count, jnp.max(counts, axis=1))
         return replace(new, head_counts=counts, tokens=replace(new.tokens, count=largest))
 
     # ---------------------------------------------------------------------------------------------------------- parts
@@ -194,9 +193,8 @@ class HeadBudgets(Evicting):
         self, st: Any, valid: Array, takes: Array, leaving: Callable[[], tuple[Array, Array]]
     ) -> HeadBudgetsState:
         counts, share = jnp.sum(valid, axis=-1, dtype=jnp.int32), self._share(st.tokens.slots)
-        limit = jnp.where(
-            (st.length <= share)[:, None], share, counts
-        )  # a short prompt is kept whole
+        # A short prompt is kept whole.
+        limit = jnp.where((st.length <= share)[:, None], share, counts)
         counts, limit = (
             jnp.where(takes[:, None], *two)
             for two in ((counts, st.head_counts), (limit, st.limit))

@@ -83,9 +83,8 @@ def arkvale(
         local=local,
         demote=Fifo(leave=page),
     )
-    return over_layers(
-        "arkvale", layers, Speculative(policy, tau=2.0, topk=topk)
-    )  # no cosine: always recalls
+    # No cosine: always recalls.
+    return over_layers("arkvale", layers, Speculative(policy, tau=2.0, topk=topk))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -635,9 +635,8 @@ class StripedSampled(Sampled):
             st, q, k, v, sample._replace(valid=here), share, logits
         )
         axis = self.store.stripes.axis
-        return merge_parts(part, axis), lax.psum(
-            log_weights, axis
-        )  # a step that keeps no Info needs no sum
+        # A step that keeps no Info needs no sum.
+        return merge_parts(part, axis), lax.psum(log_weights, axis)
 
 
 def _order(place: Array) -> Array:

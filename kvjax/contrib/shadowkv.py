@@ -260,9 +260,8 @@ class LowRank(Store):
         half = st.coefficients.dtype == jnp.float16
 
         def learnt(basis: Array) -> Array:
-            first = jnp.where(
-                starts[:, None, None, None], plain[:, :, : self.learn], 0.0
-            )  # padding may be NaN
+            # Padding may be NaN.
+            first = jnp.where(starts[:, None, None, None], plain[:, :, : self.learn], 0.0)
             new = self._learn(first)
             if half:
                 new *= _reach(new.shape[2])
@@ -328,9 +327,8 @@ class LowRank(Store):
         new = jnp.arange(n, dtype=jnp.int32)[None] < (count // Z)[:, None]
         cosine = jnp.where(new[:, None], _smallest_cosine(k, Z), EMPTY)
         line = jnp.concatenate([st.cosine.reshape(B, K, limit), cosine], axis=2)
-        order = jnp.argsort(line, axis=2, stable=True)[
-            :, :, :limit
-        ]  # old pages are first: they came earlier
+        # Old pages are first: they came earlier.
+        order = jnp.argsort(line, axis=2, stable=True)[:, :, :limit]
         kept = jnp.take_along_axis(line, order, axis=2)
         pages = jnp.concatenate(
             [self._pages(st), jnp.broadcast_to(new_pages[:, None], (B, K, n))], axis=2
@@ -411,9 +409,8 @@ class LowRank(Store):
         coefficients = jnp.take_along_axis(
             st.coefficients, slots[..., None], axis=2, mode="clip"
         )
-        basis = st.basis.reshape(B, coefficients.shape[-1], K, -1).astype(
-            coefficients.dtype
-        )  # as precise as the keys
+        # The basis as precise as the keys.
+        basis = st.basis.reshape(B, coefficients.shape[-1], K, -1).astype(coefficients.dtype)
         k = jnp.einsum(
             "bksr,brkd->bksd",
             coefficients,

@@ -305,9 +305,8 @@ class KvjaxLM(TemplateLM):
 
     def _ends(self, settings: Mapping[str, Any]) -> tuple[int, tuple[str, ...]]:
         """The number of tokens and the texts that end an answer."""
-        sampled = settings.get(
-            "do_sample"
-        )  # if a task leaves it out, the harness goes by the temperature
+        # If a task leaves it out, the harness goes by the temperature.
+        sampled = settings.get("do_sample")
         if sampled is not False and settings.get("temperature", 1.0 if sampled else 0.0) > 0:
             raise ValueError(
                 f"the task asks for sampling ({dict(settings)}), and kvjax answers greedily here; give the task "
@@ -354,9 +353,8 @@ class KvjaxLM(TemplateLM):
         ) -> tuple[Mapping[str, dict[str, Any]], list[float], int]:
             fed = [() if i is None else plan.fed[i] for i in asked]
             wanted = [() if i is None else pairs[int(i)].continuation for i in asked]
-            skip = [
-                len(w) - len(f) for w, f in zip(wanted, fed, strict=True)
-            ]  # 1: the prompt's own logits score it
+            # 1 where the prompt's own logits score the first token.
+            skip = [len(w) - len(f) for w, f in zip(wanted, fed, strict=True)]
             first = np.asarray(jax.nn.log_softmax(logits, axis=-1))
             targets = [w[s:] for w, s in zip(wanted, skip, strict=True)]
             room = question_columns(max(1, *map(len, fed)))

@@ -27,10 +27,11 @@ from kvjax.kernels_pallas import simt
 from kvjax.numerics.partial import Logits
 from kvjax.numerics.quant import quantize_1bit
 
+# Tokens that a step reads; layers of a call, more than fit into the L2 cache.
 BUDGET, LAYERS = (
     2048,
     3,
-)  # tokens that a step reads; layers of a call, more than fit into the L2 cache
+)
 CHUNK = 4096  # tokens that are stored at once
 LAYER: dict[str, Any] = {"q_heads": 32, "kv_heads": 8, "head_dim": 128}  # of Llama-3.1-8B
 TITLES = "what", "us", "plain JAX", "GB/s", "error", "kernels"
@@ -87,9 +88,8 @@ def works(length: int, batch: int) -> dict[str, Work]:
             layers, outs = [], []  # an output that nobody reads is not computed
             for layer in cache.layers:
                 out, layer = kvjax.attention(layer, q, k, v, flush=False)
-                q, out = jax.lax.optimization_barrier(
-                    (q, out)
-                )  # the next layer waits, and has the same query
+                # The next layer waits, and has the same query.
+                q, out = jax.lax.optimization_barrier((q, out))
                 layers.append(layer)
                 outs.append(out)
             return outs, kvjax.Cache(tuple(layers))

@@ -49,9 +49,8 @@ class Plan:
 
     task: Task
     policies: Mapping[str, PerLayer]  # of the caches that can be run
-    prompts: Mapping[
-        str, tuple[int, ...]
-    ]  # prefilled tokens by example, in the order of their lengths
+    # Prefilled tokens by example, in the order of their lengths.
+    prompts: Mapping[str, tuple[int, ...]]
     fed: Mapping[str, tuple[int, ...]]  # tokens that follow them one step at a time
     examples: Mapping[str, Example]
     cells: Mapping[str, Cell]  # by cache; those that were refused have no policy
@@ -154,9 +153,8 @@ def prepare(
         cell = Cell(task.name, task.metric, row.name, key, head, len(ids), refused=row.refused)
         if out is not None and not row.refused:
             cell.open(out, by_id.keys(), resume=resume)
-            for example in (
-                cell.examples
-            ):  # its results stay; its score may be that of an earlier version of the task
+            # Results stay; a score may be that of an earlier version of the task.
+            for example in cell.examples:
                 if "answer" in example:
                     example["score"] = score_of(task, by_id[example["id"]], example["answer"])
         cells[row.name] = cell

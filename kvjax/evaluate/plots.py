@@ -255,8 +255,7 @@ def spread(places: Sequence[float], *, gap: float, top: float) -> list[float]:
     >>> [round(y, 3) for y in spread([0.5, 0.5, 0.9, 1.0], gap=0.1, top=0.95)]
     [0.45, 0.55, 0.85, 0.95]
     """
-    steps = gap * np.arange(
-        len(places)
-    )  # places are `gap` apart if they do not fall after these are subtracted
+    # Places are `gap` apart if they do not fall after these are subtracted.
+    steps = gap * np.arange(len(places))
     flat = isotonic_regression(np.asarray(places) - steps).x if len(places) else steps
     return (np.minimum(flat, top - (len(places) - 1) * gap) + steps).tolist()

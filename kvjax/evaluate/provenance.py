@@ -64,13 +64,14 @@ def digest(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+# Config, weights, tokenizer and templates.
 MODEL_FILES = (
     ".json",
     ".safetensors",
     ".model",
     ".txt",
     ".jinja",
-)  # config, weights, tokenizer and templates
+)
 
 
 def model_digest(directory: str | Path) -> str:
@@ -141,11 +142,12 @@ def source_digest() -> str:
     The version number alone does not identify code that is being edited.
     """
     digests = {}
+    # These may be in separate folders.
     for package in (
         "kvjax",
         "kvjax.models",
         "kvjax.kernels_pallas",
-    ):  # these may be in separate folders
+    ):
         (folder,) = map(Path, importlib.import_module(package).__path__)
         for file in sorted(folder.rglob("*.py")):
             name = f"{package.replace('.', '/')}/{file.relative_to(folder).as_posix()}"  # as in a wheel

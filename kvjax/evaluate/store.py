@@ -40,9 +40,8 @@ class Cell:
     head: dict[str, Any]  # other information for a reader: model, budget, provenance
     total: int  # examples of the task
     path: Path | None = None  # where it is kept
-    batches: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # each: examples, attended_by_layer, steps, seconds
+    # Each: examples, attended_by_layer, steps, seconds.
+    batches: list[dict[str, Any]] = field(default_factory=list)
     refused: str = ""  # why this cache cannot be run; such a cell has no results
     replaces: bool = False  # the next results replace the file, whatever it holds
 

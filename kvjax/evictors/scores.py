@@ -102,9 +102,8 @@ class LogSpaced(Evictor):
             [np.inf, *((s & -s).bit_length() - 1 for s in range(1, 2 * W))], np.float32
         )
         position = jnp.maximum(position, 0)
-        first = jnp.maximum(
-            position // W - 1, 0
-        )  # the first thinning that finds the token below slot 2W
+        # The first thinning that finds the token below slot 2W.
+        first = jnp.maximum(position // W - 1, 0)
         slot = jnp.where(position < W, position, W + position % W)
         return first.astype(jnp.float32) + jnp.asarray(halved)[slot]
 

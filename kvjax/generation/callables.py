@@ -101,9 +101,8 @@ def as_model(model: Any) -> Any:
         return model
     if isinstance(model, functools.partial):
         return Called(model.func, model.args, model.keywords)
-    if getattr(model, "scope", None) is not None and hasattr(
-        model, "unbind"
-    ):  # of Linen, bound
+    # A bound module of Linen.
+    if getattr(model, "scope", None) is not None and hasattr(model, "unbind"):
         module, variables = model.unbind()
         return Called(_apply, (module, variables), given=module)
     owner = getattr(model, "__self__", None)

@@ -421,9 +421,8 @@ class _LookupDrafter:
         text = _append(self.text, self.length, now.token[:, None], one)
         n, place = self.length + 1, jnp.arange(L, dtype=jnp.int32)[None]
         start = jnp.full_like(n, -1)  # where the continuation of the longest run begins
-        same = jnp.ones(
-            text.shape, bool
-        )  # the i + 1 tokens that end at this place are the last i + 1 of the text
+        # The i + 1 tokens that end at this place are the last i + 1 of the text.
+        same = jnp.ones(text.shape, bool)
         for i in range(self.ngram):
             last = jnp.take_along_axis(text, jnp.maximum(n - 1 - i, 0)[:, None], axis=1)
             same &= (jnp.roll(text, i, axis=1) == last) & (place >= i)
@@ -567,9 +566,8 @@ class _SelfDrafter:
         """
         rate = (self.right + USUAL * TRUST) / (self.compared + TRUST)
         powers = jnp.broadcast_to(rate[:, None], (rate.shape[0], self.max_tokens))
-        right = jnp.cumsum(
-            jnp.cumprod(powers, axis=1), axis=1
-        )  # of a draft of 1, 2, ... tokens
+        # The tokens that are right of a draft of 1, 2, ... tokens.
+        right = jnp.cumsum(jnp.cumprod(powers, axis=1), axis=1)
         gained = 1 + jnp.pad(right, ((0, 0), (1, 0)))  # f32[B, 1 + max_tokens]
         gained = jnp.sum(jnp.where(active[:, None], gained, 0.0), axis=0)
         drafted = jnp.arange(self.max_tokens + 1, dtype=jnp.float32)

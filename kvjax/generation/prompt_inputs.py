@@ -170,12 +170,13 @@ def check_request(
     return stop
 
 
+# Keywords that generation passes to every model.
 ASKED = (
     "lengths",
     "active",
     "last_logits",
     "first_chunk",
-)  # keywords that generation passes to every model
+)
 
 
 def check_model(model: Any, asked: Iterable[str] = ()) -> None:

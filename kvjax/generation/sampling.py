@@ -174,9 +174,8 @@ def _among_best(scores: Array, k: Array) -> Array:
     scores.
     """
     bits = lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.uint32)  # -0 as 0
-    ordered = jnp.where(
-        bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31)
-    )  # as the floats are ordered
+    # Unsigned integers in the order of the floats.
+    ordered = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
     kth = _largest(lambda at: _count(ordered[:, None] >= at) >= k, len(scores))
     above = ordered > kth
     equal = ordered == kth
@@ -291,9 +290,8 @@ class Draws:
             given = off if given is None else on_host(given).astype(off.dtype)
             settings[name] = np.broadcast_to(_for_rows(name, given, rows), (rows,))
         data = on_host(jax.random.key_data(key))
-        data_by_row: Any = np.broadcast_to(
-            data, (rows, data.shape[-1])
-        )  # not made a JAX array, by a program
+        # A NumPy array: to make one of JAX would be a program.
+        data_by_row: Any = np.broadcast_to(data, (rows, data.shape[-1]))
         keys = jax.random.wrap_key_data(data_by_row, impl=jax.random.key_impl(key))
         return cls(Sampling(**settings), keys, np.asarray(key.ndim == 0))
 
@@ -361,6 +359,7 @@ def drawing(draws: Draws | None, rows: int) -> Callable[[Array, Array], Array]:
     return draw
 
 
+# The dtype of each setting, its values, and how an error names them.
 CHECKS: dict[str, tuple[type, Callable[[np.ndarray], Any], str]] = {
     "temperature": (
         np.float32,
@@ -382,7 +381,7 @@ CHECKS: dict[str, tuple[type, Callable[[np.ndarray], Any], str]] = {
         lambda x: (x >= 0) & (x < 1),
         "in [0, 1), got {}; 0 keeps every token",
     ),
-}  # the dtype of each setting, its values, and how an error names them
+}
 
 
 def _setting(name: str, value: Any) -> np.ndarray:

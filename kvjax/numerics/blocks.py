@@ -107,9 +107,8 @@ def _write_slices(
         for buffer, new in zip(buffers, news, strict=True):
             buffer = in_usual_layout(buffer)
             mine = lax.dynamic_slice_in_dim(new[:, :, :tokens], row, 1).astype(buffer.dtype)
-            if (
-                tokens > 1
-            ):  # those of a slice that begins before its tokens move towards its end
+            # Those of a slice that begins before its tokens move towards its end.
+            if tokens > 1:
                 mine = _shifted(mine, start[row] - first[row])
             kept = jnp.expand_dims(taken, (0, 1, *range(3, new.ndim)))
             # An update of some rows of bytes makes the compiler tile them in another way, and

@@ -70,12 +70,10 @@ class PartialAttention(NamedTuple):
     Q is G in decoding and G*T in prefill.
     """
 
-    out: Float[
-        Array, "B K Q D"
-    ]  # mean of values weighted by softmax; 0 where the part is empty
-    lse: Float[
-        Array, "B K Q"
-    ]  # natural log of the sum of exp(logits); -inf where the part is empty
+    # Mean of values weighted by softmax; 0 where the part is empty.
+    out: Float[Array, "B K Q D"]
+    # Natural log of the sum of exp(logits); -inf where the part is empty.
+    lse: Float[Array, "B K Q"]
 
 
 class Span(NamedTuple):

@@ -30,9 +30,8 @@ from jax.typing import DTypeLike
 
 from kvjax.numerics.types import Float, UInt8
 
-C = TypeVar(
-    "C", bound=tuple[Array, ...]
-)  # codes of tokens: arrays [B, K, S or groups, ...], the first by token
+# Codes of tokens: arrays [B, K, S or groups, ...], the first by token.
+C = TypeVar("C", bound=tuple[Array, ...])
 
 
 def pack_bits(bits: Array) -> Array:
@@ -108,12 +107,10 @@ def _places(ndim: int, bits: int = 1) -> Array:
 class OneBit(NamedTuple):
     """1-bit codes of keys: S tokens in groups of g, D channels."""
 
-    bits: UInt8[
-        Array, "*rows S D/8"
-    ]  # bit j of byte i is 1 where channel 8i + j of the token is >= its zero
-    scale: Float[
-        Array, "*rows S/g D"
-    ]  # half the range of the group; 0 for a constant group, which decodes to itself
+    # Bit j of byte i is 1 where channel 8i + j of the token is >= its zero.
+    bits: UInt8[Array, "*rows S D/8"]
+    # Half the range of the group; 0 for a constant group, which decodes to itself.
+    scale: Float[Array, "*rows S/g D"]
     zero: Float[Array, "*rows S/g D"]  # middle of the group
 
 

@@ -36,6 +36,7 @@ from kvjax.numerics.types import Rope
 
 SUBSPACE = 8  # channels of a subspace: its signs are one byte
 RADII = 16  # values that a coded radius can have, of 4 bits
+# Head sizes; `ops.collide` counts their votes in a byte.
 ROTATABLE = (
     8,
     16,
@@ -47,7 +48,7 @@ ROTATABLE = (
     128,
     192,
     256,
-)  # head sizes; `ops.collide` counts their votes in a byte
+)
 
 
 class Directions(NamedTuple):
@@ -224,9 +225,8 @@ def decode(code: Directions) -> Array:
     D = 8 * code.signs.shape[-1]
     N = code.subspaces
     planes = [*jnp.split(code.sizes, 8 * code.sizes.shape[-1] // D, axis=-1), code.signs]
-    if (
-        D % 32 == 0
-    ):  # from three planes of bytes or more, XLA's loop on a CPU takes five times as long
+    # From three planes of bytes or more, XLA's loop on a CPU takes five times as long.
+    if D % 32 == 0:
         planes = [
             lax.bitcast_convert_type(p.reshape(*p.shape[:-1], D // 32, 4), jnp.uint32)
             for p in planes

@@ -44,9 +44,8 @@ class Selection(NamedTuple):
     head has its own.
     """
 
-    slots: Int32[
-        Array, "B K H M"
-    ]  # store slots, unique among the valid ones; in range even where not valid
+    # Store slots, unique among the valid ones; in range even where not valid.
+    slots: Int32[Array, "B K H M"]
     valid: Bool[Array, "B K H M"]
 
 
@@ -140,9 +139,8 @@ class Candidates:
     """
 
     span: tuple[Array | int, Array]  # start and stop of the slots of the index
-    pending: tuple[
-        Array, Array | int, Array | int
-    ]  # recent keys [B, K, R, D], start and stop of their slots
+    # Recent keys [B, K, R, D], start and stop of their slots.
+    pending: tuple[Array, Array | int, Array | int]
     k: Array | int  # units to select
     k_max: int  # most units that any row selects
     pending_slots: int  # only the first of the R keys, in whole units, can be pending

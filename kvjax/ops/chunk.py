@@ -460,9 +460,8 @@ def _attend_blocks(
     def one(
         i: Array, q: Array, state: Any, start: Array | None, stop: Array
     ) -> PartialAttention:
-        first = jnp.minimum(
-            i * block, slots - block
-        )  # the last block overlaps the one before: mask the overlap
+        # The last block overlaps the one before: mask the overlap.
+        first = jnp.minimum(i * block, slots - block)
         slot = (first + jnp.arange(block, dtype=jnp.int32))[None, None]
         low = i * block if start is None else jnp.maximum(start, i * block)[..., None]
         mask = (slot >= low) & (slot < stop[:, None, None])  # bool[B, 1 or T, block]

@@ -245,9 +245,8 @@ def _append_each(x: Array, stacked: Array, at: Array, count: Array) -> Array:
         first = jnp.minimum(at[b], P - n)
         source = first + jnp.arange(n, dtype=jnp.int32) - at[b]
         fits = (source >= 0) & (source < count[b])
-        start = [
-            jnp.asarray(i, jnp.int32) for i in (b, 0, first, *[0] * len(row))
-        ]  # of one dtype, also under x64
+        # Indices of one dtype, also under x64.
+        start = [jnp.asarray(i, jnp.int32) for i in (b, 0, first, *[0] * len(row))]
         old = to_device(lax.dynamic_slice(x, start, (1, K, n, *row)))
         new = jnp.take(
             lax.dynamic_slice_in_dim(stacked, b, 1, axis=0), source, axis=2, mode="clip"
@@ -262,12 +261,10 @@ class HotTables(NamedTuple):
     """Which pages of a history on the host have a place on the device; n places for P pages."""
 
     page: Int32[Array, "B K n"]  # the page of each place; -1 for none
-    used: Int32[
-        Array, "B K n"
-    ]  # 0 for places not used since the hand last passed, 2 for those filled last
-    place: Int32[
-        Array, "B K P"
-    ]  # where each page was last put; it is there if `page` of that place says so
+    # 0 for places not used since the hand last passed, 2 for those filled last.
+    used: Int32[Array, "B K n"]
+    # Where each page was last put; it is there if `page` of that place says so.
+    place: Int32[Array, "B K P"]
     hand: Int32[Array, "B K"]  # the place that the hand points at
     loads: Int32[Array, "B K"]  # pages that got a place
 

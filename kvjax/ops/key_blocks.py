@@ -115,9 +115,8 @@ def choose_blocks(
     most = -(-k.shape[2] // BLOCK)
     block = _count(most, 5)
     mass = jnp.pad(mass, ((0, 0),) * 4 + ((0, most - mass.shape[-1]),))
-    mass = jnp.where(
-        (block == 0) | (block == stored - 1), jnp.float32(BLOCK), mass
-    )  # more than any mass
+    # The first and the last block have more than any mass.
+    mass = jnp.where((block == 0) | (block == stored - 1), jnp.float32(BLOCK), mass)
     best = top_k(mass, block < stored, list_length(most, share))
     wanted = jnp.array([list_length(n, share) for n in range(most + 1)], jnp.int32)[stored]
     among = _count(best.slots.shape[-1], 5) < wanted
@@ -193,9 +192,8 @@ def attend_key_blocks(
         i: Array, q: Array, k: Array, v: Array, blocks: Array, counts: Array, stop: Array
     ) -> PartialAttention:
         first = lax.dynamic_index_in_dim(blocks, i, axis=4, keepdims=False) * BLOCK
-        start = jnp.minimum(
-            first, S - BLOCK
-        )  # the last block may overlap the one before: mask the overlap
+        # The last block may overlap the one before: mask the overlap.
+        start = jnp.minimum(first, S - BLOCK)
         slot = start[..., None] + _count(BLOCK, 5)
         seen = (
             (slot >= first[..., None])

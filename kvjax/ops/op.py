@@ -41,9 +41,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 OPS: dict[str, Op[..., Any]] = {}
-_implementation = jax.make_user_context(
-    None
-)  # an Implementation; jit's caches have it in their keys
+# An Implementation; jit's caches have it in their keys.
+_implementation = jax.make_user_context(None)
 # The trace of the branch that all platforms but CUDA run. As no key of a cache has it, no other
 # trace may read it.
 _off_cuda: ContextVar[Any] = ContextVar("off_cuda", default=None)
@@ -545,9 +544,8 @@ def shares_traces() -> bool:
     """True if equal calls may be traced once: not while `explained` lists each call, or a test
     changes a kernel.
     """
-    has_cache = getattr(
-        sys.modules.get("kvjax.kernels_pallas.simt"), "has_cache", None
-    )  # None while it is imported
+    # The module has no such function while it is being imported.
+    has_cache = getattr(sys.modules.get("kvjax.kernels_pallas.simt"), "has_cache", None)
     return _explained.get() is None and (has_cache is None or has_cache())
 
 

@@ -19,9 +19,8 @@ from jax import Array
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-_whole = Primitive(
-    "kvjax_whole"
-)  # the identity; its lowering sees how many devices a program is for
+# The identity; its lowering sees how many devices a program is for.
+_whole = Primitive("kvjax_whole")
 _whole.def_impl(lambda x, *, op: x)
 _whole.def_abstract_eval(lambda x, *, op: x)
 ad.deflinear2(_whole, lambda cotangent, x, *, op: [cotangent])

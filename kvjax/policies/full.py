@@ -107,9 +107,8 @@ class Full(Policy):
         stop = lengths.T
         if step.active is not None:
             stop = jnp.where(step.active[:, None], stop, 0)
-        start = lowest_visible(
-            (stop if step.window else stop[:, :1]) - 1, step.window
-        )  # without a window, for all
+        # Without a window, one for all steps.
+        start = lowest_visible((stop if step.window else stop[:, :1]) - 1, step.window)
         out = self._attend_span(st, steps_as_heads(q), Span(k, v, start, stop), step)
 
         def info(length: Array) -> Info:

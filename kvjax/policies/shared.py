@@ -148,9 +148,8 @@ class Shared(PerLayer):
 
     share: int = field(default=1, kw_only=True)
     anchors: tuple[int, ...] | None = field(default=None, kw_only=True)
-    heads: tuple[tuple[int, tuple[int, ...]], ...] = field(
-        default=(), kw_only=True
-    )  # (layer, heads) pairs
+    # (layer, heads) pairs.
+    heads: tuple[tuple[int, tuple[int, ...]], ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

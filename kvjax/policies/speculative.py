@@ -117,9 +117,8 @@ class Speculative(Policy):
     retrieval: Retrieval
     tau: float = field(default=0.8, kw_only=True)
     selection_scale: float | None = field(default=None, kw_only=True)
-    topk: int | None = field(
-        default=None, kw_only=True
-    )  # tokens, sink and window included; None: the whole budget
+    # Tokens, sink and window included; None: the whole budget.
+    topk: int | None = field(default=None, kw_only=True)
 
     takes_sinks = True
 
@@ -184,9 +183,8 @@ class Speculative(Policy):
         def recall(q: Array) -> Recall:
             selection = unpack(policy.select(st, q, Step(Logits(1.0))))
             if not policy.store.recalls and policy.demote.ordered:
-                one = jnp.zeros(
-                    (spec.batch, spec.kv_heads, 1, spec.head_dim), spec.dtype
-                )  # of which nothing is read
+                # A token of which nothing is read.
+                one = jnp.zeros((spec.batch, spec.kv_heads, 1, spec.head_dim), spec.dtype)
                 return Recall(selection, one, one, jnp.zeros(spec.batch, bool))
             # of all heads one after the other, and room for the edge, moved as a unit
             *_, H, M = selection.slots.shape

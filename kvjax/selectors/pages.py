@@ -83,9 +83,8 @@ class _Boxes(Paged):
         if self.pending == "exact":
             return candidates
         low, high = self.box_of_seen(*pending_pages(candidates, self.page))
-        heads = q.reshape(
-            *q.shape[:2], candidates.steps, 1, -1, q.shape[3]
-        )  # broadcasts against corners
+        # Queries that broadcast against corners.
+        heads = q.reshape(*q.shape[:2], candidates.steps, 1, -1, q.shape[3])
         return with_points(candidates, jnp.where(heads > 0, high, low), self.page)
 
     def init(self, spec: CacheSpec, slots: int) -> Boxes:

@@ -291,13 +291,11 @@ class Paris(Selector):
         Every reranked token ranks above all others. If candidates and pending tokens are too
         few, more tokens join them, those with the most votes, and all are selected.
         """
-        if not candidates.fit(
-            num_sorted_last=0, window=False
-        ):  # tokens that only fill the budget are among the reranked ones
+        # Tokens that only fill the budget are among the reranked ones.
+        if not candidates.fit(num_sorted_last=0, window=False):
             return super().select(ix, q, candidates, logits=logits)
-        if (
-            candidates.steps > 1
-        ):  # in passes of 8 queries, as many as the kernel for votes takes
+        # In passes of 8 queries, as many as the kernel for votes takes.
+        if candidates.steps > 1:
             found = [self._select(ix, *part, logits=logits) for part in candidates.passes(q, 8)]
             return join_lists(
                 [part if isinstance(part, PackedSelection) else pack(part) for part in found]

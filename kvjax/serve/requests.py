@@ -40,9 +40,8 @@ class Request:
     reason: str | None = None  # of its end: "stop", "length", "cancelled" or "error"
     error: Exception | None = None  # that ended it
     finite: bool = dataclasses.field(default=True, repr=False)  # all its logits, as far as seen
-    asked: int = dataclasses.field(
-        default=0, repr=False
-    )  # tokens that the device was asked for
+    # Tokens that the device was asked for.
+    asked: int = dataclasses.field(default=0, repr=False)
 
     @property
     def done(self) -> bool:

@@ -189,9 +189,8 @@ class HostFloat8(_HostCodes):
         self, st: CodedBlock, hot: tuple[Array, Array], page: Array, used: Array, at: Array
     ) -> tuple[Array, Array]:
         k, v = ops.hot_load_float8(st.kv, hot, page, used, at)
-        new = jnp.repeat(used == 2, self.page, axis=2)[
-            ..., None
-        ]  # the places that this step has filled
+        # The places that this step has filled.
+        new = jnp.repeat(used == 2, self.page, axis=2)[..., None]
         return jnp.where(
             new, (k.astype(jnp.float32) + st.offset[:, :, None]).astype(k.dtype), k
         ), v

@@ -105,9 +105,8 @@ def attending_to_all(policy: Policy, spec: CacheSpec) -> Policy:
     budget = spec.capacity + always + unit
     changes: dict[str, Any] = {"budget": budget}
     store: Any = getattr(inner, "store", None)
-    if hasattr(store, "require_room") and hasattr(
-        store, "tokens"
-    ):  # it holds the selection of a step
+    # It holds the selection of a step.
+    if hasattr(store, "require_room") and hasattr(store, "tokens"):
         page = getattr(store, "page", 1)
         changes["store"] = dataclasses.replace(
             store, tokens=max(store.tokens, spec.group * -(-budget // page) * page)

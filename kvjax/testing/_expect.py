@@ -98,9 +98,8 @@ def as_stored(
     k, v = k.astype(np.float32), v.astype(np.float32)
     chunks = zones(policy, spec, length)[0]
     store = core(policy).store
-    if (
-        hasattr(getattr(store, "store", store), "learn") and chunks
-    ):  # the values read for a chunk depend on the chunks before it
+    # The values read for a chunk depend on the chunks before it.
+    if hasattr(getattr(store, "store", store), "learn") and chunks:
         chunks = [[position for chunk in chunks for position in chunk]]
     for chunk in chunks:
         heads_first = (np.swapaxes(a[chunk], 0, 1)[None] for a in (k, v))

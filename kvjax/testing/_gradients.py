@@ -19,9 +19,8 @@ from kvjax.testing._expect import as_stored, require_read_as_stored, tolerance
 
 STEPS = 3
 
-Inputs = tuple[
-    tuple[Array, ...], ...
-]  # queries, keys and values of a first chunk, a later chunk, and steps [STEPS, B]
+# Queries, keys and values of a first chunk, a later chunk, and steps [STEPS, B].
+Inputs = tuple[tuple[Array, ...], ...]
 
 
 def gradients_are_those_of_attention(policy: Policy, spec: CacheSpec) -> None:

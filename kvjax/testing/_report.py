@@ -16,9 +16,8 @@ class Row:
     law: str
     outcome: Outcome
     reason: str = ""  # why it failed or does not apply; empty if it held
-    error: Exception | None = field(
-        default=None, repr=False, compare=False
-    )  # with its traceback, if it failed
+    # With its traceback, if it failed.
+    error: Exception | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)

@@ -47,9 +47,8 @@ def selected_slots_are_valid_and_unique(policy: Policy, spec: CacheSpec) -> None
             assert info.selection is None, (
                 "a policy that reads all of its tokens reports a selection"
             )
-            if hasattr(
-                inner, "head_bounds"
-            ):  # heads hold different numbers, `budget` on average
+            # Heads hold different numbers, `budget` on average.
+            if hasattr(inner, "head_bounds"):
                 info = info._replace(
                     attended=np.asarray(info.attended).mean(axis=1, keepdims=True)
                 )
@@ -57,9 +56,8 @@ def selected_slots_are_valid_and_unique(policy: Policy, spec: CacheSpec) -> None
             assert_attended(info, held_after(policy, lengths, stored) if bounded else stored)
             continue
         room = np.full(stored.shape, inner.budget)
-        if has_history(
-            policy
-        ):  # a local window whose oldest tokens leave in chunks is not always full
+        # A local window whose oldest tokens leave in chunks is not always full.
+        if has_history(policy):
             block = np.asarray(core_state(cache.state).recent.count)
             missing = np.maximum(inner.local - block, 0)
             room = np.where(stored > sink(policy) + inner.local, room - missing, room)

@@ -67,10 +67,11 @@ def prefill_equals_prefill_then_updates(policy: Policy, spec: CacheSpec) -> None
     for i in range(int((last - first).max())):
         _, steps, _ = step(steps, tokens, first + i)
     steps = flush(steps)
+    # Names that tell prompts from steps.
     for name in ("evidence",) * ranks(policy) + (
         "memory",
         "pinned",
-    ):  # which tell prompts from steps
+    ):
         if hasattr(whole.state, name):
             whole, steps = (
                 dataclasses.replace(c, state=with_part(c.state, name, None))
@@ -294,10 +295,11 @@ def _arrays(tokens: Tokens) -> tuple[np.ndarray, ...]:
 
 def _without_flag(state: Any) -> Any:
     inner = core_state(state)
+    # A state whose class has a property `overflow` needs another name.
     for flag in (
         "overflow",
         "dropped",
-    ):  # a state whose class has a property `overflow` needs another name
+    ):
         if flag in parts(inner):
             return replace_core(state, with_part(inner, flag, jnp.zeros_like(inner.overflow)))
     return state

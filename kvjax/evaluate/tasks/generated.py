@@ -58,9 +58,8 @@ FILLING = {
     "common_words": ("words", 2),
     "needle_lines": ("lines", 8),
 }
-WORD = re.compile(
-    r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|\d+|[^\W\d]+"
-)  # a UUID, a number or a word
+# A UUID, a number or a word.
+WORD = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|\d+|[^\W\d]+")
 UNASKED = {name for name, _ in FILLING.values()}
 LETTERS = 1_000_000  # excerpts come from so many first letters of a text, at most
 
@@ -172,9 +171,8 @@ class Synthetic:
             (right.lower(), len(right.lower()) if right.isdigit() else None)
             for right in example.answers
         ]
-        found = [
-            any(word[:digits] == right for word in words) for right, digits in asked
-        ]  # no further digits count
+        # No further digits count.
+        found = [any(word[:digits] == right for word in words) for right, digits in asked]
         return sum(found) / len(found)
 
     @property

@@ -39,9 +39,8 @@ class Woven:
     """A prompt. In training, the answer directly follows `ids`."""
 
     ids: tuple[int, ...]
-    starts: tuple[
-        int, ...
-    ]  # index in ids of the first token of each hidden line, its line break
+    # Index in ids of the first token of each hidden line, its line break.
+    starts: tuple[int, ...]
     question: int  # index in ids of the first token of the question, its line break
 
     @property

@@ -22,9 +22,8 @@ class Example:
     id: str  # unique and stable within the task
     prompt: str | tuple[int, ...]
     answers: tuple[str, ...]  # the right answers, as the task defines them
-    fields: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # depth, length, subject ...: results are grouped by them
+    # Depth, length, subject ...: results are grouped by them.
+    fields: Mapping[str, Any] = field(default_factory=dict)
     question: tuple[int, ...] = ()  # token ids that are fed after the prompt, one step each
 
 
