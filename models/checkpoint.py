@@ -511,10 +511,8 @@ class Checkpoint:
     ) -> _Request:
         if isinstance(cache, str):
             presets.parse(cache)  # its errors come before the tokenizer is loaded
-        capacity, max_new_tokens = (
-            _given("capacity", capacity),
-            _given("max_new_tokens", max_new_tokens),
-        )
+        capacity = _given("capacity", capacity)
+        max_new_tokens = _given("max_new_tokens", max_new_tokens)
         rows = [self.encode(prompt, template=template) for prompt in prompts]
         longest, positions = max(map(len, rows)), self.config.max_positions
         new = (

@@ -56,10 +56,8 @@ def read_experts(
     normalised: bool = False,
 ) -> Experts:
     """The experts of a config; the arguments are the defaults of absent fields."""
-    alone, step = (
-        fields.raw.get("mlp_only_layers") or [],
-        fields.integer("decoder_sparse_step", 1),
-    )
+    alone = fields.raw.get("mlp_only_layers") or []
+    step = fields.integer("decoder_sparse_step", 1)
     if not isinstance(alone, list) or not all(isinstance(i, int) for i in alone):
         raise fields.error("mlp_only_layers", "a list of numbers of layers")
     return Experts(

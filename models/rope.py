@@ -163,10 +163,8 @@ class Yarn(Rope):
         return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
 
     def frequencies(self, head_dim: int, length: Array | int = 0) -> np.ndarray:
-        low, high = (
-            self._channel(self.beta_fast, head_dim),
-            self._channel(self.beta_slow, head_dim),
-        )
+        low = self._channel(self.beta_fast, head_dim)
+        high = self._channel(self.beta_slow, head_dim)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, head_dim - 1)

@@ -570,10 +570,8 @@ def read_settings(directory: Path) -> tuple[Checkpoint, Family, Fields, bool]:
     fields = text_fields(whole)
     family = find_family(fields)
     config, nothing = family.configure(fields), cast(Any, None)
-    stop_tokens, processors = (
-        read_stop_tokens(directory, fields, config.vocab_size),
-        read_processors(directory),
-    )
+    stop_tokens = read_stop_tokens(directory, fields, config.vocab_size)
+    processors = read_processors(directory)
     found = Checkpoint(nothing, config, stop_tokens, directory, processors=processors)
     return found, family, fields, fields is not whole
 

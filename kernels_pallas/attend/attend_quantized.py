@@ -170,10 +170,8 @@ def attend_quantized(
     )
     flat = [a.reshape(B * K, *a.shape[2:]) for a in (*keys, *values)]
     dtype = None if recent is None or part else q.dtype
-    queries, ends = (
-        q.astype(jnp.bfloat16).reshape(B * K, Q, D),
-        (a.astype(jnp.int32) for a in (start, stop)),
-    )
+    queries = q.astype(jnp.bfloat16).reshape(B * K, Q, D)
+    ends = (a.astype(jnp.int32) for a in (start, stop))
     groups, columns = softmax.columns_of(Q, together.MOST_COLUMNS)
     steps = 1 if recent is None else step_count(recent[3])
     if steps > 1:  # one column reads the same span for all of its queries
@@ -251,10 +249,8 @@ def _attend(
 
     @simt.over_rows(functools.partial(_attend, scale, dtype, split, config))
     def run(*args: Array) -> tuple[Array, ...]:
-        shared_by, recent = (
-            rows // (groups * columns) // args[1].shape[0],
-            args[7].shape[1] if len(args) > 7 else 0,
-        )
+        shared_by = rows // (groups * columns) // args[1].shape[0]
+        recent = args[7].shape[1] if len(args) > 7 else 0
         steps = tuple(map(step_count, args[9:]))
         means, logs = simt.kernel(
             functools.partial(
@@ -326,13 +322,11 @@ def _program(
     config: Config,
 ) -> None:  # fmt: skip
     *zone, out_m, lse_m, room_m = refs
-    blocks, D, unit, tiles, by_channel = (
-        config.blocks,
-        layout.D,
-        layout.unit,
-        layout.tiles,
-        layout.by_channel,
-    )
+    blocks = config.blocks
+    D = layout.D
+    unit = layout.unit
+    tiles = layout.tiles
+    by_channel = layout.by_channel
     warps = 4 * config.warpgroups
     t, block = simt.special("tid.x"), simt.special("ctaid.x")
     lane, warp = t & 31, t >> 5

@@ -176,10 +176,8 @@ def attend_span(
     queries = q.astype(k.dtype).reshape(rows, G, D)
     if passes * heads > G:
         queries = jnp.pad(queries, ((0, 0), (0, passes * heads - G), (0, 0)))
-    ends, kept = (
-        (a.astype(jnp.int32) for a in (start, stop)),
-        (a.reshape(rows, S, D) for a in (k, v)),
-    )
+    ends = (a.astype(jnp.int32) for a in (start, stop))
+    kept = (a.reshape(rows, S, D) for a in (k, v))
     run = functools.partial(
         _attend,
         softmax.Scale(scale, cap),
@@ -242,11 +240,9 @@ def _program(
     sizes: tuple[int, int, int], shared_by: tuple[int, int], steps: tuple[int, int, int], columns: int, kind: str,
     scale: softmax.Scale, config: Config,
 ) -> None:  # fmt: skip
-    (heads, D, S), (starting, T, of_step), (blocks, keys) = (
-        sizes,
-        steps,
-        (config.blocks, config.keys),
-    )
+    heads, D, S = sizes
+    starting, T, of_step = steps
+    blocks, keys = (config.blocks, config.keys)
     warps, t, block = 4 * config.warpgroups, simt.special("tid.x"), simt.special("ctaid.x")
     lane, warp = t & 31, t >> 5
     rows = softmax.Rows(D, kind, lane)

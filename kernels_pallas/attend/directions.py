@@ -183,10 +183,8 @@ class Zone:
 
     def _planes(self, which: int, slot: Word, place: Word, size: int) -> list[Word]:
         """`size` bytes of each plane of a token, from place * size on: signs, then sizes."""
-        (signs, sizes, _), (first, others, _) = (
-            (self.keys, self.values)[which],
-            self.strides[which],
-        )
+        signs, sizes, _ = (self.keys, self.values)[which]
+        first, others, _ = self.strides[which]
         load = f"ld.global.nc.u{8 * size} $0, [$1{{}}];"
         at = simt.offset(sizes, slot * others + place * size)
         return [

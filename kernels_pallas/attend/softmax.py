@@ -233,11 +233,9 @@ class Rows:
         self.D, self.kind, self.width, self.of_token = D, kind, row_bytes(D), 2 * D
         self.chunks = D // 8
         lanes = 1 << (self.chunks - 1).bit_length()
-        self.per, self.chunk, self.first = (
-            32 // lanes,
-            lane & (lanes - 1),
-            simt.divide(lane, lanes),
-        )
+        self.per = 32 // lanes
+        self.chunk = lane & (lanes - 1)
+        self.first = simt.divide(lane, lanes)
         self.all_lanes = lanes == self.chunks
         self.quad, self.col = lane >> 2, lane & 3
         # Lane 8 i + r gives `ldmatrix` the address of row r of its i-th 8 x 8 part.
@@ -311,10 +309,8 @@ class Rows:
     def _part(
         self, at: Word, lane: tuple[Word, Word], tile: int, pair: int, how: str
     ) -> list[Word]:
-        (row, chunk), code = (
-            lane,
-            f"ldmatrix.sync.aligned.m8n8.x4{how}.shared.b16 {{$0, $1, $2, $3}}, [$4];",
-        )
+        row, chunk = lane
+        code = f"ldmatrix.sync.aligned.m8n8.x4{how}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
         place = at + row + tile * 16 * self.width + (chunk ^ (pair * 32))
         return ptx(code, place, results=4, convergent=True)
 
@@ -368,10 +364,8 @@ class Merged:
         self._find(i, D)
         code = f"ld.{space}.v2.u32 {{$0, $1}}, [$2];"
         stats = [ptx(code, _stats(at, self.head, D), results=2) for at in sources]
-        code, place = (
-            f"ld.{space}.v4.u32 {{$0, $1, $2, $3}}, [$4];",
-            (self.head * (D + 4) + self.word) * 4,
-        )
+        code = f"ld.{space}.v4.u32 {{$0, $1, $2, $3}}, [$4];"
+        place = (self.head * (D + 4) + self.word) * 4
         mixes = [ptx(code, at + place, results=4) for at in sources]
         self._merge(stats, mixes)
 

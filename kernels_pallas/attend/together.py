@@ -82,20 +82,16 @@ class Together:
         self, layout: Layout, columns: int, heads: int, query: Callable[[int, Word], Any], shared: Word, stages: int,
         teams: int, wide: bool,
     ):  # fmt: skip
-        self.layout, self.columns, self.heads, self.query, self.wide = (
-            layout,
-            range(columns),
-            heads,
-            query,
-            wide,
-        )
+        self.layout = layout
+        self.columns = range(columns)
+        self.heads = heads
+        self.query = query
+        self.wide = wide
         t = simt.special("tid.x")
-        self.lane, self.warp, self.team, self.teams = (
-            t & 31,
-            (t >> 5) & (WARPS - 1),
-            t >> 7,
-            teams,
-        )
+        self.lane = t & 31
+        self.warp = (t >> 5) & (WARPS - 1)
+        self.team = t >> 7
+        self.teams = teams
         self.quad, self.col, self.t = self.lane >> 2, self.lane & 3, t
         rings, weights, stats = _room(layout, stages, columns)
         self.ring_bytes, self.stages = stages * layout.stage, stages
@@ -107,10 +103,8 @@ class Together:
         self.step = columns * 256  # bytes of 16 rows of a right operand
         bits, D = layout.bits[1], layout.D
         # Codes of a byte, channels of 16 bytes.
-        self.in_byte, self.block = (
-            8 // bits,
-            128 // bits,
-        )
+        self.in_byte = 8 // bits
+        self.block = 128 // bits
         # of a warp: 16 channels each, as its codes' places in the block
         self.products = D // 64
         first = self.warp * self.products
@@ -464,17 +458,13 @@ class Together:
         """The state with the values of all warps' units, in the stage at `place` of their
         rings.
         """
-        layout, bits, (_, width, size, _) = (
-            self.layout,
-            self.layout.bits[1],
-            self.layout.per_token,
-        )
+        layout = self.layout
+        bits = self.layout.bits[1]
+        _, width, size, _ = self.layout.per_token
         tiles, mix = layout.tiles, self._mix(state)
         # Lanes 8 i .. give addresses of the i-th matrix.
-        i, lane = (
-            self.lane >> 3,
-            self.lane & 7,
-        )
+        i = self.lane >> 3
+        lane = self.lane & 7
         row = (i >> 1) * 16 + (i & 1) * 8 + lane  # of two tiles
         codes = [
             self.rings
@@ -487,10 +477,8 @@ class Together:
             self.quad * (2 * self.in_byte) + self.own_block * self.block, layout.value_channels
         )
         scales = self.rings + place + slice_ * 8 + self.col * (2 * size) + layout.places[2]
-        mask, first = (
-            word(((1 << bits) - 1) * 0x10001) << (self.place * bits),
-            self._power(self.place * bits),
-        )
+        mask = word(((1 << bits) - 1) * 0x10001) << (self.place * bits)
+        first = self._power(self.place * bits)
         powers = [
             first,
             *(multiply(first, pair_of(2.0 ** (-bits * b))) for b in range(1, self.products)),
@@ -535,10 +523,8 @@ class Together:
         D = self.layout.D
         by_block = 16 * WARPS
 
-        begin, end = (
-            simt.divide(spans.start, by_block),
-            simt.divide(spans.stop + (by_block - 1), by_block),
-        )
+        begin = simt.divide(spans.start, by_block)
+        end = simt.divide(spans.stop + (by_block - 1), by_block)
 
         @loop(begin + first, end, step, state)
         def carry(n: Word, *state: Word) -> list[Word]:
@@ -617,10 +603,8 @@ class Together:
         """Writes the means of values and the logs of sums of each column, `stride` queries
         apart.
         """
-        D, parts = (
-            self.layout.D,
-            [self.rings + c * softmax.part_bytes(self.layout.D) for c in self.columns],
-        )
+        D = self.layout.D
+        parts = [self.rings + c * softmax.part_bytes(self.layout.D) for c in self.columns]
         self._meet()  # all warps have read what was there
         channel = self.quad * (2 * self.in_byte) + self.own_block * self.block + self.place
         mix, tops, sums = self._mix(state), self._tops(), self._totals(state)

@@ -52,11 +52,9 @@ AHEAD = 4  # places of a thread whose loads are in flight at once
 LEAST_WARPS = 512  # of `hot_load`, so that enough reads are in flight to fill the bus
 NONE = 0xFFFFFFFF
 # States of a place within `hot_places`; the first two are stored as they are.
-KEPT, FILLED, USED = (
-    1,
-    2,
-    4,
-)
+KEPT = 1
+FILLED = 2
+USED = 4
 # From four words that were read to the words to write, by four.
 Decode = Callable[[list[Word]], list[list[Word]]]
 
@@ -177,11 +175,9 @@ def _places_program(*refs: Any, n: int, N: int, P: int, threads: int) -> None:
     block_barrier()
 
     # Bits of the thread's places; idle ones + busy ones << 16.
-    idle, busy, packed = (
-        word(0),
-        word(0),
-        word(0),
-    )
+    idle = word(0)
+    busy = word(0)
+    packed = word(0)
     for e in range(share):
         inside, at = _place_at(thread, e, share, at_hand, n)
         state = inside.select(simt.load_shared(kept + at * 4), KEPT)

@@ -199,11 +199,9 @@ def estimate(
     """scale * q.k~ of this thread's candidate, in f32; with R q in place of q if `turned` is
     given (`rotated`).
     """
-    (_, S, D, _), (signs_m, sizes_m, weights_m), (table_m, queries_m) = (
-        place.sizes,
-        codes_m,
-        scratch_m,
-    )
+    _, S, D, _ = place.sizes
+    signs_m, sizes_m, weights_m = codes_m
+    table_m, queries_m = scratch_m
     N, threads, t = D // 8, place.shares.threads, simt.special("tid.x")
     q = simt.offset_rows(simt.global_address(q_m), place.head, D * 4)
     table, queries = simt.shared_address(table_m), simt.shared_address(queries_m)

@@ -126,10 +126,8 @@ def _scores(
 
     @simt.over_rows(partial(_scores, scale, config))
     def run(q: Array, bits: Array, step: Array, zero: Array) -> Array:
-        scores, out = (
-            Scores.of(q, bits, step, scale, config),
-            jax.ShapeDtypeStruct((rows, G, S), jnp.float32),
-        )
+        scores = Scores.of(q, bits, step, scale, config)
+        out = jax.ShapeDtypeStruct((rows, G, S), jnp.float32)
         return scores.kernel(scores.program, name="kvjax_score_1bit", out_type=out)(
             q, bits, step, zero
         )
@@ -252,14 +250,12 @@ class Scores:
         """The kernel's body. state = visit(unit, four scores of each of the thread's heads,
         state), if given; the unit may not exist, and scores are in f32. A thread has two heads
         of each 8."""
-        G, S, D, kind, at_once, columns = (
-            self.G,
-            self.S,
-            self.D,
-            self.kind,
-            self.at_once,
-            self.columns,
-        )
+        G = self.G
+        S = self.S
+        D = self.D
+        kind = self.kind
+        at_once = self.at_once
+        columns = self.columns
         warp, lane, quad, col, head, later, row, job = self.thread()
         units, stages = S // UNIT, self.config.stages // at_once
         parts = self.parts

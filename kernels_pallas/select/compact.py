@@ -147,10 +147,8 @@ def write_certain(
         level = bits("setp.ge.u32 p, $3, $5;", elements, low)
 
         def of_rank() -> list[Word]:
-            higher, rank = (
-                "setp.eq.u32 p, $3, $5; setp.g{}.and.u32 p, $4, $6, p;",
-                (elements, low, cut.least),
-            )
+            higher = "setp.eq.u32 p, $3, $5; setp.g{}.and.u32 p, $4, $6, p;"
+            rank = (elements, low, cut.least)
             return [
                 taken | bits(higher.format("t"), *rank),
                 taken | bits(higher.format("e"), *rank),

@@ -35,10 +35,8 @@ PART = 4  # heads of a larger group whose scores a thread holds at once
 SOFTMAX = ("max_softmax", "sum_softmax", "mean_softmax")
 LOWEST = float(jnp.finfo(jnp.float32).min)
 # Sums of softmaxes that are ranked as they are.
-LEAST_SUM, INFINITE = (
-    simt.real_bits(2.0**-96),
-    simt.real_bits(math.inf),
-)
+LEAST_SUM = simt.real_bits(2.0**-96)
+INFINITE = simt.real_bits(math.inf)
 
 
 def load_heads_f32(

@@ -146,12 +146,10 @@ def _select(how: tuple[Any, ...], *args: Array) -> tuple[Array, Array]:
     """(slots, count) from `args`: found, start, stop and count, whose numbers of heads divide
     the rows; then queries, candidates, pending keys and codes."""
     centres, scale, turned, pending_slots, local, room, config = how
-    (heads, D), M, (rows, R, _), S = (
-        args[4].shape,
-        args[5].shape[1],
-        args[6].shape,
-        args[7].shape[1],
-    )
+    heads, D = args[4].shape
+    M = args[5].shape[1]
+    rows, R, _ = args[6].shape
+    S = args[7].shape[1]
     parts = units.padded(M, pending_slots)
     threads = 128 * config.warpgroups
     of_pending = rerank.Split(-(-pending_slots // threads), threads, threads)

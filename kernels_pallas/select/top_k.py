@@ -282,10 +282,8 @@ def select_row(
         more = ((word(k) - state[4] + state[5]) > most) & state[0].differs(0)
         return simt.branch(more, functools.partial(found, n + 1, state), state)
 
-    start, most = (
-        [word(x) for x in (0, 0, 0, 0, k, 0)],
-        min(capacity, candidates(k, SORTED * blocks)),
-    )
+    start = [word(x) for x in (0, 0, 0, 0, k, 0)]
+    most = min(capacity, candidates(k, SORTED * blocks))
     if bins is None:
         high, _, low, _, need, _ = found(0, start)
         valid, few = word(k) - need, high.equals(0)
@@ -500,10 +498,8 @@ def _list(
     )
     if bins is None:
         none = place.equals(0)
-        low, listed = (
-            none.select(FIRST, place << DIGITS[0][1]),
-            word(k) - need + none.select(0, many),
-        )
+        low = none.select(FIRST, place << DIGITS[0][1])
+        listed = word(k) - need + none.select(0, many)
     else:
         low, listed = bins.extent(place)[0], wanted - need + many
     fits = listed <= candidates(k)

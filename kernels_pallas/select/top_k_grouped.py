@@ -194,12 +194,10 @@ class _Row:
         self, valid_m: Any, *scores_m: Any, sizes: tuple[int, ...], heads: int, shared_by: int, group_reduce: str,
         config: Config,
     ):  # fmt: skip
-        self.sizes, self.heads, self.group_reduce, self.config = (
-            sizes,
-            heads,
-            group_reduce,
-            config,
-        )
+        self.sizes = sizes
+        self.heads = heads
+        self.group_reduce = group_reduce
+        self.config = config
         self.U, self.row = sum(sizes), simt.row()
         self.valid = simt.offset_rows(
             simt.global_address(valid_m), simt.divide(self.row, shared_by), self.U
@@ -294,11 +292,9 @@ def _program(
 ) -> None:
     of = row(*refs[:inputs])
     first = len(refs) - len(top_k.scratch(k, of.config)) - 1
-    out, keys_m, (*scratch_m, stats_m) = (
-        Out.of(k, *refs[inputs:][:outs]),
-        refs[inputs + outs : first],
-        refs[first:],
-    )
+    out = Out.of(k, *refs[inputs:][:outs])
+    keys_m = refs[inputs + outs : first]
+    *scratch_m, stats_m = refs[first:]
     keys = (
         simt.offset_rows(simt.global_address(keys_m[0]), of.row, of.U * 4) if keys_m else None
     )
@@ -386,11 +382,9 @@ def _log_sums(of: _Row, stats_m: Any) -> LoadLogs:
     """Computes for each head minus log2 of the sum of exp(score) over the valid units, 0 if
     there is none.
     """
-    stats, blocks, thread = (
-        simt.shared_address(stats_m),
-        of.config.blocks,
-        simt.special("tid.x"),
-    )
+    stats = simt.shared_address(stats_m)
+    blocks = of.config.blocks
+    thread = simt.special("tid.x")
     of_block, logs = stats + 4 * STATS, stats + 4 * (STATS + 2 * MOST_HEADS)
     lane, warp = thread & 31, thread >> 5
     states = _sums_of_block(of, stats)

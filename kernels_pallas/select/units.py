@@ -226,10 +226,8 @@ class _Row:
         begin, size = self.start, self.length
         if end > self.S:
             stored = at < self.S
-            begin, size = (
-                stored.select(begin, self.pending_start + self.S),
-                stored.select(size, self.pending_length),
-            )
+            begin = stored.select(begin, self.pending_start + self.S)
+            size = stored.select(size, self.pending_length)
         flags = [((at + j) - begin < size).select(1, 0) for j in range(4)]
         group_reduce = self.how.group_reduce
         if units:
@@ -247,11 +245,9 @@ def _count_units(row: _Row, keys_m: Any, kept_m: Any, hist_m: Any, logs_m: Any) 
     kept = simt.offset_rows(
         simt.global_address(kept_m), row.row, config.blocks * histogram.KEPT * 4
     )
-    hist, ends, number = (
-        simt.shared_address(hist_m),
-        tiling.ends(U, config),
-        tiling.steps(U, config)[2],
-    )
+    hist = simt.shared_address(hist_m)
+    ends = tiling.ends(U, config)
+    number = tiling.steps(U, config)[2]
     histogram.clear(hist)
     first: list[list[list[Word]]] = []
 

@@ -243,11 +243,9 @@ def _vote(*refs, sizes: Sizes, S: int, turned: int | None, config: Config) -> No
     size = -(-S // (config.parts * 32)) * 32  # keys of a block
     start, stop = part * size, (part + 1) * size
     stop = (stop < S).select(stop, S)
-    ids, out, places = (
-        simt.global_address(ids_m),
-        simt.global_address(out_m),
-        simt.shared_address(table_m),
-    )
+    ids = simt.global_address(ids_m)
+    out = simt.global_address(out_m)
+    places = simt.shared_address(table_m)
     votes = _Votes(
         simt.offset_rows(ids, row, S * N),
         simt.shared_address(ring_m),

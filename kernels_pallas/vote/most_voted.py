@@ -214,10 +214,8 @@ def _program(
             )
         return
     *kept_m, slots_m, found_m = arrays_m
-    slots, found = (
-        simt.offset_rows(simt.global_address(slots_m), row, room * 4),
-        simt.global_address(found_m),
-    )
+    slots = simt.offset_rows(simt.global_address(slots_m), row, room * 4)
+    found = simt.global_address(found_m)
     kept = [simt.offset_rows(simt.global_address(m), row, blocks * BINS * 4) for m in kept_m]
 
     def of_block(b: int) -> Word:

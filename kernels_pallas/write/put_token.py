@@ -177,12 +177,10 @@ def _program_of_some(
     # Not `nc`: these are written at the end, by one thread, after the others have read them.
     counts = [ptx("ld.global.u32 $0, [$1];", count, results=1) for *_, count, _ in zones]
     dropped = ptx("ld.global.u8 $0, [$1];", simt.offset(overflow, row), results=1)
-    left, first, firsts, taken = (
-        simt.clipped(simt.load(simt.offset_rows(due, row, 4)), tokens),
-        word(0),
-        [],
-        [],
-    )
+    left = simt.clipped(simt.load(simt.offset_rows(due, row, 4)), tokens)
+    first = word(0)
+    firsts = []
+    taken = []
     for count, (*_, capacity) in zip(counts, zones, strict=True):
         free = (count < capacity).select(word(capacity) - count, 0)
         firsts.append(first)

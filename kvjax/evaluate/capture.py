@@ -93,10 +93,8 @@ class Recorded(Policy):
                 "live measurements replay plain attention, and this model has a soft cap or sink logits"
             )
         out, full, info = Full().attend(st.full, q, step)
-        row, at = (
-            jnp.arange(q.shape[0], dtype=jnp.int32),
-            jnp.where(st.due, st.count, self.steps),
-        )
+        row = jnp.arange(q.shape[0], dtype=jnp.int32)
+        at = jnp.where(st.due, st.count, self.steps)
         state = RecordedState(
             full=full,
             queries=st.queries.at[row, at].set(q.astype(st.queries.dtype), mode="drop"),

@@ -369,10 +369,8 @@ class KvjaxLM(TemplateLM):
                 total, likeliest = -nll[row, :size].sum(), bool(greedy[row, :size].all())
                 if skip[row]:
                     token = wanted[row][0]
-                    total, likeliest = (
-                        total + first[row, token],
-                        likeliest and int(first[row].argmax()) == token,
-                    )
+                    total = total + first[row, token]
+                    likeliest = likeliest and int(first[row].argmax()) == token
                 found[i] = {"logprob": float(total), "greedy": likeliest}
             return found, np.asarray(done.attended).tolist(), int(done.steps)
 

@@ -30,10 +30,8 @@ def scores(
     **Source:** RazorAttention (Tang et al. 2024, arXiv 2407.15891), section 3.2, which reads
     2500 random tokens four times.
     """
-    length, repeats = (
-        require_int("length", length, at_least=2),
-        require_int("repeats", repeats, at_least=2),
-    )
+    length = require_int("length", length, at_least=2)
+    repeats = require_int("repeats", repeats, at_least=2)
     draw = np.random.default_rng(seed).integers(
         checkpoint.config.vocab_size, size=(batch, length)
     )

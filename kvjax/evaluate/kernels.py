@@ -27,11 +27,8 @@ from kvjax.kernels_pallas import simt
 from kvjax.numerics.partial import Logits
 from kvjax.numerics.quant import quantize_1bit
 
-# Tokens that a step reads; layers of a call, more than fit into the L2 cache.
-BUDGET, LAYERS = (
-    2048,
-    3,
-)
+BUDGET = 2048  # tokens that a step reads
+LAYERS = 3  # of a call, more than fit into the L2 cache
 CHUNK = 4096  # tokens that are stored at once
 LAYER: dict[str, Any] = {"q_heads": 32, "kv_heads": 8, "head_dim": 128}  # of Llama-3.1-8B
 TITLES = "what", "us", "plain JAX", "GB/s", "error", "kernels"

@@ -169,10 +169,8 @@ def by_budget(panels: Sequence[Block]) -> Figure:
             axis.set_title(f"{block.length:,} tokens".replace(",", " "), fontsize=10)
         axis.set_xlabel("tokens read per step and KV head, mean over layers")
     axes[0].set_ylabel(panels[0].cells[0].metric)
-    samples, model = (
-        dict.fromkeys(block.samples for block in panels),
-        panels[0].cells[0].head["model"]["name"],
-    )
+    samples = dict.fromkeys(block.samples for block in panels)
+    model = panels[0].cells[0].head["model"]["name"]
     figure.suptitle(
         f"{panels[0].title} · {model} · n = {' / '.join(samples)}",
         x=0.01,

@@ -111,10 +111,8 @@ def reads(
             start = int(live.positions[run.start])
             first = start if prompt is None else min(prompt, start)
             if first != stored:
-                base, stored = (
-                    store_prompt(empty, layer.k, layer.v, 0, first),
-                    first,
-                )
+                base = store_prompt(empty, layer.k, layer.v, 0, first)
+                stored = first
             cache = (
                 base if first == start else store_prompt(base, layer.k, layer.v, first, start)
             )
@@ -231,10 +229,8 @@ def _run(
             0,
             0.0,
         )
-        inner, state = (
-            _core(policy),
-            cache.state.zones if isinstance(policy, Speculative) else cache.state,
-        )
+        inner = _core(policy)
+        state = cache.state.zones if isinstance(policy, Speculative) else cache.state
         if isinstance(inner, Retrieval):
             seen = _selected(inner, state, info, seen, logits, weights, visible, top)
         elif isinstance(inner, Zoned):  # reads everything

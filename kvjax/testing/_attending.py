@@ -221,11 +221,9 @@ def step_attends_to_what_is_held(policy: Policy, spec: CacheSpec) -> None:
         for b, k in np.ndindex(spec.batch, spec.kv_heads):
             mine = held_positions(cache)[b][k]
             heads = slice(k * spec.group, (k + 1) * spec.group)
-            q, keys, values = (
-                tokens.q[b, lengths[b] + i, heads],
-                tokens.k[b, mine, k],
-                tokens.v[b, mine, k],
-            )
+            q = tokens.q[b, lengths[b] + i, heads]
+            keys = tokens.k[b, mine, k]
+            values = tokens.v[b, mine, k]
             weights = np.zeros(len(mine))
             gone = sorted(set(range(int(lengths[b]) + i + 1)) - set(mine))
             if hasattr(cache.state, "compensation") and gone:

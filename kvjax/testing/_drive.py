@@ -44,10 +44,8 @@ def random_tokens(spec: CacheSpec, seed: int = 0) -> Tokens:
         draws.standard_normal((spec.batch, spec.capacity, heads, spec.head_dim), np.float32)
         for draws, heads in zip(each, (spec.q_heads, spec.kv_heads, spec.kv_heads), strict=True)
     )
-    size, offset = (
-        channels.uniform(0.2, 2.0, spec.head_dim),
-        channels.standard_normal(spec.head_dim),
-    )
+    size = channels.uniform(0.2, 2.0, spec.head_dim)
+    offset = channels.standard_normal(spec.head_dim)
     return Tokens(*(a.astype(spec.dtype) for a in (q, k * size + offset, v)))
 
 

@@ -247,11 +247,9 @@ class Synthetic:
 
     def _filled(self, tokenizer: Any, rng: random.Random) -> tuple[Hidden, Woven]:
         """As many words or lines as the prompt has room for; dots fill the rest."""
-        prompt, state, given = (
-            self.length - self.max_new_tokens,
-            rng.getstate(),
-            dict(self.settings),
-        )
+        prompt = self.length - self.max_new_tokens
+        state = rng.getstate()
+        given = dict(self.settings)
         name, least = FILLING[self.form]
         count = prompt // least
         while True:
