@@ -170,6 +170,9 @@ class Retrieval(SelectedZones):
         block. History and pending tokens compete. The last `num_sorted_last` units of the selection
         are those that rank lowest, in order of rank. With the `lengths` of T steps, q is [B, K,
         T*G, D] and the selection [B, K, T*H, M].
+
+        `Fier`, `MinMaxPages` (Quest) and `Paris` have their own `select`, by one kernel each; other
+        selectors have that of `Selector`, which sorts what `score` gives.
         """
         steps = 1 if step.lengths is None else step.lengths.shape[0]
         candidates = self.candidates(
@@ -186,14 +189,17 @@ class Retrieval(SelectedZones):
         self, st: ZonedState, seen: Visible, *, steps: int = 1, num_sorted_last: int = 0
     ) -> Candidates:
         """The units of history and pending tokens that compete, and how many are selected."""
-        unit = self.selector.unit
         pending_slots, k_max = self.sizes(st)
-        # a number if it is the same for all: an array would cost a kernel
-        k: Array | int = self.selected // unit
+        # Numbers where they are the same for all rows: an array would cost a kernel.
+        k: Array | int = self.selected // self.selector.unit
         dense = seen.length < self.dense_below if self.dense_below else None
         if k_max != k:
             k = jnp.where(seen.length < self.dense_below, k_max, k)
-        start, recent_start = (0, 0) if seen.first is None else (seen.store, seen.recent.start)
+        start: Array | int = 0
+        recent_start: Array | int = 0
+        if seen.first is not None:
+            start = seen.store
+            recent_start = seen.recent.start
         return Candidates(
             span=(start, st.store.count),
             pending=(st.recent.k, recent_start, seen.recent.stop),
@@ -267,10 +273,11 @@ class Retrieval(SelectedZones):
         """
         unit = self.selector.unit
         pending = max(-(-(st.recent.slots - self.local) // unit), 1)
-        dense = -(-max(self.dense_below - self.sink - self.local, 0) // unit)
-        return pending * unit, min(
-            max(self.selected // unit, dense), st.store.slots // unit + pending
-        )
+        stored = st.store.slots // unit
+        of_budget = self.selected // unit
+        of_dense_row = -(-max(self.dense_below - self.sink - self.local, 0) // unit)
+        most = min(max(of_budget, of_dense_row), stored + pending)
+        return pending * unit, most
 
     def over_context(self, axis: Axis, parts: int) -> Retrieval:
         policy = super().over_context(axis, parts)

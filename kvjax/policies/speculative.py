@@ -49,9 +49,11 @@ class Recall(NamedTuple):
 class Decision(NamedTuple):
     """Says what a step does with the recall of the previous one."""
 
-    previous: Recall  # with a selection of valid slots only where the recall is up to date
-    last: Selection  # of the previous recall, as it was
-    query: Array  # f32[B, K, G, D]
+    # The previous recall, of which slots are valid only in rows where they are up to date, so
+    # that no store takes an old copy for the token that its slot has now.
+    previous: Recall
+    last: Selection  # of the previous recall, as it was: reused heads attend to it
+    query: Array  # f32[B, K, G, D] which the next step compares with its own
     reused: Array  # bool[B, K] heads that attend with the previous recall
     urgent: Array | None  # bool[B, K] heads that wait for a new one; None: all do
     renewed: Array  # bool[B] the new recall is kept for the next step
@@ -287,21 +289,38 @@ class Speculative(Policy):
         selection = self._known_selection(st, self._known(st))
         previous = st.recall._replace(selection=selection)
         if self.tau > 1:  # no cosine is: nothing is decided, and the query need not be kept
-            none = jnp.zeros(q.shape[:2], bool)
-            return Decision(previous, st.recall.selection, st.query, none, None, st.due)
+            return Decision(
+                previous=previous,
+                last=st.recall.selection,
+                query=st.query,
+                reused=jnp.zeros(q.shape[:2], bool),
+                urgent=None,
+                renewed=st.due,
+            )
         similarity = _mean_cosine(query, st.query)
-        stepped = st.recalled_at + 1 == st.zones.length
-        reused = (similarity >= self.tau) & stepped[:, None]
-        urgent = ~reused & st.due[:, None]  # an inactive row recalls nothing
-        return Decision(previous, st.recall.selection, query, reused, urgent, st.due)
+        follows_recall = st.recalled_at + 1 == st.zones.length
+        reused = (similarity >= self.tau) & follows_recall[:, None]
+        return Decision(
+            previous=previous,
+            last=st.recall.selection,
+            query=query,
+            reused=reused,
+            urgent=~reused & st.due[:, None],  # a row without a token recalls nothing
+            renewed=st.due,
+        )
 
     def _recall(
         self, st: ZonedState, selection: Selection, decision: Decision
     ) -> tuple[ZonedState, tuple[Array, Array], Recall]:
-        """Recalls the selection: the zones, keys and values for the heads that attend with them
-        now, and the recall of all heads for the next step."""
+        """Recalls the selection.
+
+        Returns the zones, whose store may have changed; keys and values [B, K, R, D] for the
+        heads that attend with them now; and the recall of all heads for the next step.
+        """
         previous = decision.previous
-        oldest = st.recent.count - self.retrieval.local
+        oldest = (
+            st.recent.count - self.retrieval.local
+        )  # slot of the edge; below 0: there is none
         if in_place(previous):
             now = previous.k, previous.v
             return st, now, Recall(selection, previous.k, previous.v, oldest >= 0)
