@@ -118,14 +118,16 @@ class Queue:
         return iter(self._by_arrival)
 
     def add(self, prompt: Prompt) -> None:
-        later = next(reversed(self._by_arrival), prompt).arrival > prompt.arrival
+        newest = next(reversed(self._by_arrival), None)
         self._by_arrival[prompt] = None
-        if later:  # it was put back
+        # One that is put back came before others that are here.
+        if newest is not None and newest.arrival > prompt.arrival:
             self._by_arrival = OrderedDict.fromkeys(sorted(self._by_arrival, key=_arrival))
         heapq.heappush(self._by_length, (prompt.tokens, prompt.arrival, prompt))
 
     def remove(self, prompt: Prompt) -> None:
         del self._by_arrival[prompt]
+        # The heap forgets those that left when most of it are such.
         if len(self._by_length) > 2 * len(self._by_arrival) + 16:
             self._by_length = [one for one in self._by_length if one[2] in self._by_arrival]
             heapq.heapify(self._by_length)
@@ -179,8 +181,9 @@ class Scheduler:
         self._waiting = {size: Queue() for size in sorted(set(self.capacities))}
         self._prompt_of = dict[Scheduled, Prompt]()  # of requests without a slot
         self._arrivals = itertools.count()
-        self._first: Prompt | None = None  # in the first row: the oldest when that was free
-        self._to_first = False  # whether the next chunk is for it
+        # The prompt in the first row, which was the oldest when that row was free.
+        self._in_first_row: Prompt | None = None
+        self._first_row_is_next = False  # the next chunk is for that prompt
         self._budget = prompt_tokens  # tokens that this step may still read
         self._admits = True  # no prompt was refused a slot in this step
         self._admit = admit
@@ -208,7 +211,8 @@ class Scheduler:
             return
         self.readers = max(len(self.reading) - 1, 1)
         self.reading.remove(prompt)
-        self._first = None if prompt is self._first else self._first
+        if prompt is self._in_first_row:
+            self._in_first_row = None
         self._queue_of(prompt).add(prompt)
         for request in prompt.without_slot:
             request.state = Stage.WAITING
@@ -217,7 +221,8 @@ class Scheduler:
         """Takes out a request, wherever it is."""
         if request in self.running:
             self.leave(self.running.index(request))
-        elif prompt := self._prompt_of.pop(request, None):
+        elif request in self._prompt_of:
+            prompt = self._prompt_of.pop(request)
             prompt.without_slot.remove(request)
             if not prompt.without_slot:
                 self._drop(prompt)
@@ -232,12 +237,14 @@ class Scheduler:
 
     def take_vacated(self) -> dict[int, Scheduled]:
         """The slots that requests have left since the last call, and those requests."""
-        vacated, self.vacated = self.vacated, {}
+        vacated = self.vacated
+        self.vacated = {}
         return vacated
 
     def take_finished(self) -> list[Prompt]:
         """The prompts whose rows nobody needs any more, since the last call."""
-        finished, self.finished = self.finished, []
+        finished = self.finished
+        self.finished = []
         return finished
 
     def begin_step(self) -> None:
@@ -249,7 +256,8 @@ class Scheduler:
 
     def schedule(self) -> Work | None:
         """The next piece of work of this step; None when it is time to decode."""
-        # Prompts that are read take the free slots, the oldest first.
+        # Prompts that are read take the free slots, the oldest first. If one is refused, those
+        # after it wait, too.
         for prompt in self._without_slot():
             slot = self._smallest_free(prompt.size)
             if slot is not None and self._admits:
@@ -258,10 +266,12 @@ class Scheduler:
                     return self._assign_slot(prompt, slot)
         if self._budget <= 0:
             return None
+
         # One that got none makes room for the next to be read.
-        first = self._first
+        first = self._in_first_row
         if first is not None and first.is_read and len(self.parked) < self.park:
             return self._park(first)
+
         # A prompt begins if there is a row to read it into; then one of those gets a chunk.
         waiting = self._next_to_begin()
         if waiting is not None:
@@ -313,12 +323,12 @@ class Scheduler:
         assert prompt.chunks
         tokens = prompt.chunks.popleft()
         self._budget -= tokens
-        self._to_first = prompt is not self._first
+        self._first_row_is_next = prompt is not self._in_first_row
         return Read(prompt, tokens)
 
     def _park(self, prompt: Prompt) -> Park:
         self.reading.remove(prompt)
-        self._first = None
+        self._in_first_row = None
         self.parked.append(prompt)
         return Park(prompt)
 
@@ -340,8 +350,8 @@ class Scheduler:
         else:
             self._queue_of(prompt).remove(prompt)
             return  # it has no row
-        if prompt is self._first:
-            self._first = None
+        if prompt is self._in_first_row:
+            self._in_first_row = None
         self.finished.append(prompt)
 
     # ------------------------------------------------------------------ choices
@@ -357,10 +367,10 @@ class Scheduler:
         """
         if len(self.reading) >= self.readers:
             return None
-        if self._first is None:
-            self._first = self._oldest_waiting()
-            if self._first is not None:
-                return self._first
+        if self._in_first_row is None:
+            self._in_first_row = self._oldest_waiting()
+            if self._in_first_row is not None:
+                return self._in_first_row
         unread = [prompt for prompt in self.reading if not prompt.is_read]
         if not unread:  # the first row waits for a slot of its own size
             return self._oldest_waiting() if self.reading else None
@@ -375,9 +385,10 @@ class Scheduler:
         free = self._free_capacities()
         for prompt in sorted((one for one in oldest if one is not None), key=_arrival):
             # Where all slots are alike, the first row is read into ahead of a free one.
-            ahead = self._first is None and self._queue_size(prompt) == LONGEST
+            ahead = self._in_first_row is None and self._queue_size(prompt) == LONGEST
             if ahead or any(capacity >= prompt.size for capacity in free):
                 return prompt
+            # Slots of its size or more are for this prompt when they are free.
             free = [capacity for capacity in free if capacity < self._queue_size(prompt)]
         return None
 
@@ -385,7 +396,7 @@ class Scheduler:
         """The shortest prompt of at most `most` tokens for which a slot is free, also when the
         others beside the first row have got theirs.
         """
-        taken = sum(prompt is not self._first for prompt in self.reading)
+        taken = sum(prompt is not self._in_first_row for prompt in self.reading)
         shortest = [queue.shortest for queue in self._waiting.values()]
         for prompt in sorted((one for one in shortest if one is not None), key=_tokens):
             fitting = [size for size in self._free_capacities() if size >= prompt.size]
@@ -399,9 +410,10 @@ class Scheduler:
         if not unread:
             return None
         chosen = min(unread, key=lambda prompt: (prompt.left, prompt.arrival))
-        if self._to_first and self._first in unread:
-            chosen = self._first
+        if self._first_row_is_next and self._in_first_row in unread:
+            chosen = self._in_first_row
         assert chosen.chunks
+        # The first chunk of a step is read even if it is longer than the budget.
         fits = chosen.chunks[0] <= self._budget or self._budget == self.prompt_tokens
         return chosen if fits else None
 
@@ -419,6 +431,7 @@ class Scheduler:
         return min(fitting, key=self.capacities.__getitem__, default=None)
 
     def _queue_size(self, prompt: Prompt) -> int:
+        """The least capacity of a slot that has room for a prompt's requests."""
         return next(size for size in self._waiting if size >= prompt.size)
 
     def _queue_of(self, prompt: Prompt) -> Queue:
