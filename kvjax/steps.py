@@ -36,7 +36,8 @@ class Tokens:
     v: Array  # [B, T, K, E]
     count: Array  # i32[B] how many each row stores
     flush: bool = field(metadata=STATIC)  # full recent blocks before
-    step: Step | None = None  # how the one token attends; None: nothing is evicted for it
+    # How the one token attends, by which a full cache evicts; None where they are a prompt.
+    step: Step | None = None
 
 
 @register_dataclass
@@ -76,7 +77,8 @@ def update(
     step = plain_step("update", k.shape[-1], window, scale, soft_cap)
     step = _with_sinks("update", cache, step, sinks)
     count = row_counts(k.shape[0], 1, None, active)
-    return run(_update, cache, Tokens(k, v, count, flush, step))[1]
+    _, cache, _ = run(_update, cache, Tokens(k, v, count, flush, step))
+    return cache
 
 
 def select(
@@ -99,7 +101,8 @@ def select(
     """
     _check("select", cache, q=q)
     step = plain_step("select", q.shape[-1], window, scale, soft_cap)
-    return run(_select, cache, Query(q, step))[2]
+    _, _, selection = run(_select, cache, Query(q, step))
+    return selection
 
 
 def attend(
