@@ -59,7 +59,8 @@ def select(
 
     An entry that `limit` refuses with a reason is left out.
     """
-    config, device = rule, device_kind(operands)
+    config = rule
+    device = device_kind(operands)
     if entry := config_of(device, kernel, **shape):
         try:
             config = type(rule)(**entry)
@@ -138,7 +139,8 @@ def entries(file: Path) -> dict[str, dict[str, list[dict[str, Any]]]]:
 def _well_formed(entry: Any) -> bool:
     if not isinstance(entry, dict):
         return False
-    shape, config = entry.get("shape"), entry.get("config")
+    shape = entry.get("shape")
+    config = entry.get("config")
     if not isinstance(shape, dict) or not isinstance(config, dict):
         return False
     sizes = [x for name, x in shape.items() if name in SIZES]

@@ -43,7 +43,8 @@ def unsupported(
     config: Config | None = None,
 ) -> str | None:
     """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
-    (B, K, S, _), D = keys[0].shape, q.shape[3]
+    B, K, S, _ = keys[0].shape
+    D = q.shape[3]
     bits = [8 * sum(a.shape[3] for a in code[:2]) // D for code in (keys, values)]
     if D not in (64, 128):
         return f"the kernel {NAME} takes head sizes 64 and 128; got D={D}"
@@ -86,7 +87,8 @@ def attend_coded_zones(
     """
     if limit := unsupported(q, keys, values, slots, recent, sink, local, config):
         raise NotImplementedError(limit)
-    (_, _, S, _), D = keys[0].shape, q.shape[3]
+    _, _, S, _ = keys[0].shape
+    D = q.shape[3]
     key_bits, value_bits = (
         8 * sum(a.shape[3] for a in code[:2]) // D for code in (keys, values)
     )

@@ -52,7 +52,8 @@ def smem_bytes(D: int, config: Config = Config()) -> int:
 
 def unsupported(q: Any, k: Any, v: Any, config: Config = Config()) -> str | None:
     """The limit that these arguments exceed; None if the kernel takes them."""
-    name, D = "attend_key_blocks", q.shape[-1]
+    name = "attend_key_blocks"
+    D = q.shape[-1]
     if simt.target((k,)).capability != "9.0":
         return f"{name} needs wgmma, which GPUs of compute capability 9.0 have; got {simt.target((k,)).capability}"
     if k.dtype not in (jnp.bfloat16, jnp.float16) or v.dtype != k.dtype:
@@ -63,7 +64,8 @@ def unsupported(q: Any, k: Any, v: Any, config: Config = Config()) -> str | None
         return (
             f"{name} needs {needed} bytes of shared memory for {config}, and a block has {most}"
         )
-    T, S = q.shape[3], k.shape[2]
+    T = q.shape[3]
+    S = k.shape[2]
     if T % BLOCK or S < BLOCK or S % TILE:
         return f"{name} takes multiples of {BLOCK} queries, and of {TILE} slots from {BLOCK} on; got {T} and {S}"
     return None
@@ -82,7 +84,8 @@ def attend_key_blocks(
     args = q.astype(k.dtype).reshape(-1, T, D), *(a.reshape(B * K, -1, D) for a in (k, v))
     lists = blocks.reshape(rows, -1).astype(jnp.int32), counts.reshape(rows).astype(jnp.int32)
     out, lse = _attend(float(scale), config, *args, *lists, stop.astype(jnp.int32))
-    out, lse = out.reshape(B, K, G * T, D).astype(jnp.float32), lse.reshape(B, K, G * T)
+    out = out.reshape(B, K, G * T, D).astype(jnp.float32)
+    lse = lse.reshape(B, K, G * T)
     some = (stop > 0)[:, None, None]
     return jnp.where(some[..., None], out, 0.0), jnp.where(some, lse, -jnp.inf)
 
@@ -115,7 +118,8 @@ def _launch(
     tiled: Any = {
         "transforms": (plgpu.TilingTransform((TILE, 64)), plgpu.SwizzleTransform(128))
     }
-    D, n = q.shape[2], config.stages
+    D = q.shape[2]
+    n = config.stages
     scratch: list[Any] = [
         plgpu.SMEM((2, HALF, D), q.dtype, **tiled),  # the queries, then the output
         plgpu.SMEM((n, BLOCK, D), k.dtype, **tiled),
@@ -175,11 +179,15 @@ def _program(
     stages: int,
 ) -> None:
     out, lse, q_smem, k_smem, v_smem, q_here, k_here, v_here, k_free, v_free, turn = refs
-    row, warpgroup = lax.axis_index("row"), lax.axis_index("warpgroup")
+    row = lax.axis_index("row")
+    warpgroup = lax.axis_index("warpgroup")
     per_head = q.shape[1] // BLOCK
-    head, tile = lax.div(row, per_head), lax.rem(row, per_head)
+    head = lax.div(row, per_head)
+    tile = lax.rem(row, per_head)
     kv_head = lax.div(head, q.shape[0] // k.shape[0])
-    count, S, D = counts[row], k.shape[1], q.shape[2]
+    count = counts[row]
+    S = k.shape[1]
+    D = q.shape[2]
     last = blocks[row, count - 1] * BLOCK  # its first slot; it is read from where it fits
     end = stop[lax.div(kv_head, k.shape[0] // stop.shape[0])]
 

@@ -106,7 +106,8 @@ def unsupported(
     bits = [codes.shape[3] * 8 / D for codes, _ in (keys, values)]
     if not all(b in (2, 4) for b in bits):
         return f"the kernel attend_quantized takes codes of 2 and 4 bits; got {bits[0]:g} and {bits[1]:g}"
-    (tokens, channels), sliced = groups_of(keys[1], S, D), groups_of(values[1], S, D)
+    tokens, channels = groups_of(keys[1], S, D)
+    sliced = groups_of(values[1], S, D)
     if not (tokens == 1 and channels % (D // 4) == 0) and not (
         channels == 1 and tokens <= MAX_GROUP
     ):
@@ -225,7 +226,8 @@ def _attend(
     scale: float, dtype: Any, split: Split, config: Config | None, *args: Array
 ) -> tuple[Array, ...]:
     """[rows, Q, D] in `dtype`; or, if it is None, f32[rows, Q, D] and f32[rows, Q]."""
-    (rows, Q, D), (groups, columns, _, order) = args[0].shape, split
+    rows, Q, D = args[0].shape
+    groups, columns, _, order = split
     layout = layout_of(D, args[3:5], args[5:7])
     target = simt.target(args)
 
@@ -328,12 +330,16 @@ def _program(
     tiles = layout.tiles
     by_channel = layout.by_channel
     warps = 4 * config.warpgroups
-    t, block = simt.special("tid.x"), simt.special("ctaid.x")
-    lane, warp = t & 31, t >> 5
-    quad, col = lane >> 2, lane & 3
+    t = simt.special("tid.x")
+    block = simt.special("ctaid.x")
+    lane = t & 31
+    warp = t >> 5
+    quad = lane >> 2
+    col = lane & 3
     groups, columns, of_step, order = split
     of_queries = simt.divide(block, blocks)
-    row, part = simt.divide(of_queries, groups), block - of_queries * blocks
+    row = simt.divide(of_queries, groups)
+    part = block - of_queries * blocks
     of_part = block
     if columns > 1:
         of_queries, of_part = (
@@ -356,11 +362,13 @@ def _program(
     begin = part * each
     end = (begin + each < units).select(begin + each, units) + first
     begin = begin + first + warp if columns == 1 else begin + first
-    room_bytes, room = _room(layout, config), simt.shared_address(room_m)
+    room_bytes = _room(layout, config)
+    room = simt.shared_address(room_m)
     room = room + warp * room_bytes if columns == 1 else room
     sources = key_codes_m, value_codes_m, value_scales_m, key_scales_m
     fetch = _fetcher(layout, lane, row, *sources, turn=together.turned if columns > 1 else None)
-    sign, factor = 1.0 if scale >= 0 else -1.0, (abs(scale) or 2.0**-99) / math.log(2)
+    sign = 1.0 if scale >= 0 else -1.0
+    factor = (abs(scale) or 2.0**-99) / math.log(2)
     if columns > 1:
         group = of_queries - row * (groups * columns)
 
@@ -478,7 +486,10 @@ def _fetcher(
     """fetch(unit, to) starts to copy a unit into a stage; bytes outside of the row or the unit
     become 0. The place of a chunk of 16 bytes of value codes is turn(chunk, bytes of a token),
     if given."""
-    S, D, unit, padded = layout.S, layout.D, layout.unit, 16 * layout.tiles
+    S = layout.S
+    D = layout.D
+    unit = layout.unit
+    padded = 16 * layout.tiles
     jobs = []  # (address for this lane, bytes of a unit, of a token, of a chunk, place)
     for m, size, place in zip(refs, layout.per_token, layout.places, strict=True):
         if size:
@@ -526,7 +537,8 @@ def _queries(
     layout: Layout, q: Any, heads: int, quad: Word, col: Word, sign: float
 ) -> list[Word]:
     """Right operands. A lane has D/4 adjacent channels, as `pairs_of`."""
-    D, bits = layout.D, layout.bits[0]
+    D = layout.D
+    bits = layout.bits[0]
     mine = own_queries(q, heads, D, quad, col)
     found = []
     for low, high in pairs_of(layout):
@@ -542,8 +554,12 @@ def _scores(
     """Sums of `mma` of 16 keys each: scores without scale, times 2^-LIFT where scales are by
     channel.
     """
-    D, bits, width = layout.D, layout.bits[0], layout.per_token[0]
-    in_byte, pairs, tiles = 8 // bits, pairs_of(layout), layout.tiles
+    D = layout.D
+    bits = layout.bits[0]
+    width = layout.per_token[0]
+    in_byte = 8 // bits
+    pairs = pairs_of(layout)
+    tiles = layout.tiles
     lane = at + (quad * width + col * (width // 4))
     rows = [load_words(lane + 8 * r * width, width // 16) for r in range(2 * tiles)]
     begin = [word(0)] * 4
@@ -562,7 +578,8 @@ def _scores(
         # times the centre of the codes.
         sums = [begin] * in_byte
         for n in range(0, len(pairs), 2):
-            j, off = n // 2 % in_byte, word(pair_of(-1.0))
+            j = n // 2 % in_byte
+            off = word(pair_of(-1.0))
             a = [zeros[n], steps[n], zeros[n + 1], steps[n + 1]]
             sums[j] = simt.mma("bf16", sums[j], a, queries[n : n + 2])
             sums[j] = simt.mma("bf16", sums[j], [word(0), off, word(0), off], scaled[n : n + 2])
@@ -619,7 +636,10 @@ def _exact(
     first: Word, step: int, state: list[Word], *, scale: float,
 ) -> list[Word]:  # fmt: skip
     """Adds some of the exact keys and values of the span `ends` to the state, 16 at a time."""
-    D, quad, col, in_byte = mixing.layout.D, mixing.quad, mixing.lane & 3, mixing.in_byte
+    D = mixing.layout.D
+    quad = mixing.quad
+    col = mixing.lane & 3
+    in_byte = mixing.in_byte
     keys, values = (simt.offset_rows(simt.global_address(m), row, size * D * 2) for m in zone)
     queries = own_queries(q, heads, D, quad, col)
     start, stop = ends

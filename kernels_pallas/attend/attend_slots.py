@@ -131,7 +131,8 @@ def attend_slots(
     if limit := unsupported(q, k, v, slots, config):
         raise NotImplementedError(limit)
     B, K, G, D = q.shape
-    S, (H, M) = k.shape[2], slots.shape[2:]
+    S = k.shape[2]
+    H, M = slots.shape[2:]
     config = config or tuned.select(
         "attend_slots",
         config_for(B * K * H, M, D, simt.target((q, k, v))),
@@ -322,7 +323,8 @@ def _program(
     simt.block_barrier()  # the memory of the copies is reused
 
     # Warps leave their states in shared memory, and all of them merge these.
-    threads, warps = 32 * tiles.warps, tiles.warps
+    threads = 32 * tiles.warps
+    warps = tiles.warps
     size = softmax.part_bytes(D)
     layout.store(room + warp * size, state, heads)
     simt.block_barrier()

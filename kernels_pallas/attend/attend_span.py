@@ -159,7 +159,9 @@ def attend_span(
     if limit := unsupported(q, k, v, start, stop, config):
         raise NotImplementedError(limit)
     B, K, G, D = q.shape
-    rows, S, steps = B * K, k.shape[2], step_count(stop)
+    rows = B * K
+    S = k.shape[2]
+    steps = step_count(stop)
     groups, columns = _columns(G, D, steps)
     passes = groups * columns
     config = config or tuned.select(
@@ -205,7 +207,8 @@ def _attend(
 
     @simt.over_rows(functools.partial(_attend, scale, dtype, lse, of_step, columns, config))
     def run(*args: Array) -> tuple[Array, ...]:
-        (rows, G, D), kept = args[0].shape, args[3]
+        rows, G, D = args[0].shape
+        kept = args[3]
         means, logs = simt.kernel(
             functools.partial(
                 _program,
@@ -242,9 +245,13 @@ def _program(
 ) -> None:  # fmt: skip
     heads, D, S = sizes
     starting, T, of_step = steps
-    blocks, keys = (config.blocks, config.keys)
-    warps, t, block = 4 * config.warpgroups, simt.special("tid.x"), simt.special("ctaid.x")
-    lane, warp = t & 31, t >> 5
+    blocks = config.blocks
+    keys = config.keys
+    warps = 4 * config.warpgroups
+    t = simt.special("tid.x")
+    block = simt.special("ctaid.x")
+    lane = t & 31
+    warp = t >> 5
     rows = softmax.Rows(D, kind, lane)
     row = simt.divide(block, blocks)
     kept_row = simt.divide(row, shared_by[1])
@@ -269,12 +276,15 @@ def _program(
         spans = softmax.Spans(
             ((start_m, starting), (stop_m, T)), simt.divide(row, shared_by[0]), lane, S
         )
-        start, stop = spans.start, spans.stop
+        start = spans.start
+        stop = spans.stop
     room_bytes = _room(D, config, columns)
     room = simt.shared_address(room_m) + warp * room_bytes
     tile = keys * rows.width  # bytes; in a stage the keys are before the values
 
-    per, first = rows.per, rows.first  # slots that one instruction copies, and this lane's
+    # Slots that one instruction copies, and this lane's.
+    per = rows.per
+    first = rows.first
     # Places repeat after 8 slots.
     places = [rows.place(word(0), first + i, rows.chunk) for i in range(0, 8, per)]
     k, v = (simt.offset(a, first * rows.of_token + rows.chunk * 16) for a in (k, v))
@@ -284,9 +294,11 @@ def _program(
         after it.
         """
         with when(slot < stop):
-            source, mine = simt.offset(source, slot * rows.of_token), slot + first
+            source = simt.offset(source, slot * rows.of_token)
+            mine = slot + first
             for i in range(0, keys, per):
-                at, byte = to + places[i % 8 // per], i * rows.of_token
+                at = to + places[i % 8 // per]
+                byte = i * rows.of_token
                 copy = f"cp.async.cg.shared.global [$0+{i // 8 * 8 * rows.width}], [$1+{byte}], 16, $2;"
                 rows.copy(copy, at, source, mine + i < stop)
         ptx("cp.async.commit_group;")
@@ -372,7 +384,8 @@ def _program(
 
     ptx("cp.async.wait_group 0;")
     simt.warp_barrier()
-    size, part = (len(carry) - 1) // columns, softmax.part_bytes(D)
+    size = (len(carry) - 1) // columns
+    part = softmax.part_bytes(D)
     for c in range(columns):
         rows.store(
             room + c * part if c else room, carry[1 + c * size : 1 + (c + 1) * size], heads

@@ -121,7 +121,8 @@ def attend(
     H, M = slots.shape[2:]
     # a model uses [B, T, K, G, D], which XLA need not transpose
     T = recent[3].shape[1] if recent[3].ndim == 2 else 1
-    found, spans = None, _spans(recent, sink, local)
+    found = None
+    spans = _spans(recent, sink, local)
     read = M + sum(max_slots for _, max_slots in spans)
     target = simt.target((q, *history))
     config = config or tuned.select(
@@ -139,14 +140,16 @@ def attend(
         D=D,
     )
     if not M:  # a kernel reads no array without elements
-        slots, known = jnp.zeros((B, K, H, 1), jnp.int32), jnp.zeros((B, K, H), jnp.int32)
+        slots = jnp.zeros((B, K, H, 1), jnp.int32)
+        known = jnp.zeros((B, K, H), jnp.int32)
     if known.dtype == bool:
         stored = coded.S if coded else sum(a.shape[2] for a in history[::2])
         slots = jnp.where(known, jnp.clip(slots, 0, stored + recent[0].shape[2] - 1), -1)
     else:
         found = known
     if (passes := softmax.passes_of(G // H)) > 1:
-        H, slots = H * passes, jnp.repeat(slots, passes, axis=2)
+        H = H * passes
+        slots = jnp.repeat(slots, passes, axis=2)
         found = None if found is None else jnp.repeat(found, passes, axis=2)
     lse = part or sinks is not None
     means = ((G // H, D), jnp.float32 if lse else q.dtype)

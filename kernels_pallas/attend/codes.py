@@ -97,7 +97,8 @@ def load_words(at: Any, words: int) -> list[Word]:
     """1, 2, 4 or a multiple of 4 words of shared memory, at a Word, or of device memory, at an
     address.
     """
-    space, n = "shared" if isinstance(at, Word) else "global.nc", min(words, 4)
+    space = "shared" if isinstance(at, Word) else "global.nc"
+    n = min(words, 4)
     lanes = ", ".join(f"${i}" for i in range(n))
     kind, to = (f".v{n}", f"{{{lanes}}}") if n > 1 else ("", lanes)
     loads = [f"ld.{space}{kind}.u32 {to}, [${n}+{4 * w}];" for w in range(0, words, n)]

@@ -52,14 +52,17 @@ class Zone:
         kind: str,
         lane: Word,
     ):
-        self.of, self.quad, self.col = of, lane >> 2, lane & 3
+        self.of = of
+        self.quad = lane >> 2
+        self.col = lane & 3
         self.strides = [(of.D // 8, of.D // 8 * (bits - 1), 2) for bits in of.bits]
         sizes = [of.S * n for two in self.strides for n in two] + [4 * of.D]
         at = [
             simt.offset_rows(simt.global_address(m), row, n)
             for m, n in zip(refs, sizes, strict=True)
         ]
-        self.keys, self.values = at[:3], at[3:6]
+        self.keys = at[:3]
+        self.values = at[3:6]
         self.levels = [
             Levels(bits, centres) for bits, centres in zip(of.bits, of.centres, strict=True)
         ]
@@ -70,7 +73,8 @@ class Zone:
 
     def _shift(self, own: Sequence[Word], offset: Any, kind: str) -> list[Word]:
         """The product of the offset and of the queries 2 col and 2 col + 1."""
-        total, D = real(0.0), self.of.D
+        total = real(0.0)
+        D = self.of.D
         offsets = load_words(simt.offset(offset, self.col * D), D // 4)
         for i, two in enumerate(own):
             halves = simt.from_halves(two) if kind == "f16" else [two << 16, two & 0xFFFF0000]
@@ -86,7 +90,9 @@ class Zone:
 
         In each, a lane has its channels c, c + 4, c + 8 and c + 12.
         """
-        n, quad, col = self.of.D // 4, self.quad, self.col
+        n = self.of.D // 4
+        quad = self.quad
+        col = self.col
         turned = [self.of.turned >> n * i & ((1 << n) - 1) for i in range(4)]
         flips = word(turned[0])
         for i in range(1, 4):
@@ -202,7 +208,8 @@ class Zone:
         low = 0x0F0F if self.of.D == 128 else 0x0F
 
         def one(x: Word, y: Word) -> Word:
-            even, odd = (x & low) | ((y & low) << 4), ((x >> 4) & low) | (y & (low << 4))
+            even = (x & low) | ((y & low) << 4)
+            odd = ((x >> 4) & low) | (y & (low << 4))
             return even | (odd << (16 if self.of.D == 128 else 8))
 
         return self.levels[1].words(
@@ -211,7 +218,8 @@ class Zone:
 
     def finish(self, state: Sequence[Word]) -> list[Word]:
         """The state with its mix as it was before the rotation, in the order of `softmax.Rows`."""
-        (tops, totals, mixed), D = softmax.parts(state), self.of.D
+        tops, totals, mixed = softmax.parts(state)
+        D = self.of.D
         n = D // 8  # channels of a lane, adjacent
         places = [k + 4 * i for k in range(4) for i in range(n // 8)]
         found: dict[int, list[Word]] = {}
@@ -224,14 +232,16 @@ class Zone:
             for i in range(n):
                 if i & (1 << b):
                     continue
-                near, far = rows[i], rows[i | 1 << b]
+                near = rows[i]
+                far = rows[i | 1 << b]
                 came = [
                     simt.bfly(mine.select(x, y), 4 << b) for x, y in zip(near, far, strict=True)
                 ]
                 near = [mine.select(z, x) for x, z in zip(near, came, strict=True)]
                 far = [mine.select(y, z) for y, z in zip(far, came, strict=True)]
                 rows[i], rows[i | 1 << b] = _sum_and_difference(near, far)
-        by, out = real(self.levels[1].step * D**-0.5), [word(0)] * (D // 4)
+        by = real(self.levels[1].step * D**-0.5)
+        out = [word(0)] * (D // 4)
         for i, two in enumerate(rows):
             first = (i & 7) * n + (i >> 3) * 8  # the channels first + quad
             flip = (word(self.of.turned >> first & 0xFF) >> self.quad) << 31
@@ -249,7 +259,8 @@ def _sum_and_difference(a: Sequence[Word], b: Sequence[Word]) -> tuple[list[Word
 
 def _sums(rows: Sequence[list[Word]]) -> list[list[Word]]:
     """Sums and differences of the rows along each bit of their number."""
-    rows, gap = list(rows), 1
+    rows = list(rows)
+    gap = 1
     while gap < len(rows):
         for i in range(len(rows)):
             if not i & gap:
@@ -288,7 +299,8 @@ class Levels:
         negative = _look_up((0x80, 0), sign)
         if self.bits < 8:
             (index,) = indices
-            low, high = _look_up(self.lower, index), _look_up(self.upper, index) | negative
+            low = _look_up(self.lower, index)
+            high = _look_up(self.upper, index) | negative
             return [prmt(low, high, how) for how in (0x5140, 0x7362)]
         tables = (0x03020100, 0x07060504), (0x18100800, 0x38302820), (0x4000, 0)
         code = [_look_up(table, index) for table, index in zip(tables, indices, strict=True)]

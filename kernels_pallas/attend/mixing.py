@@ -30,7 +30,10 @@ class Mixing:
     """
 
     def __init__(self, layout: Layout, lane: Word):
-        self.layout, self.lane, self.quad, self.bits = layout, lane, lane >> 2, layout.bits[1]
+        self.layout = layout
+        self.lane = lane
+        self.quad = lane >> 2
+        self.bits = layout.bits[1]
         self.in_byte = 8 // self.bits
         self.block = 128 // self.bits  # channels of 16 bytes
         self.slices = layout.D // layout.value_channels
@@ -45,7 +48,8 @@ class Mixing:
 
     def scales(self, at: Word) -> list[list[Word]]:
         """Scales of the values of tokens quad + 8 r of the unit, by r and slice."""
-        size, place = self.layout.per_token[2], self.layout.places[2]
+        size = self.layout.per_token[2]
+        place = self.layout.places[2]
         at = at + self.quad * size
         return [
             load_words(at + (place + 8 * r * size), self.slices)
@@ -84,7 +88,8 @@ class Mixing:
 
     def codes(self, at: Word) -> list[list[Word]]:
         """This lane's codes, by tile, then block and its tokens 0 .. 7 or 8 .. 15."""
-        width, blocks = self.layout.per_token[1], self.layout.D // self.block
+        width = self.layout.per_token[1]
+        blocks = self.layout.D // self.block
         # lanes 8 i .. give the addresses of the i-th matrix: tokens 8 (i & 1) .., block i >> 1
         i = self.lane >> 3
         at = at + ((i & 1) * 8 + (self.lane & 7)) * width + ((i >> 1) * 16 if blocks > 1 else 0)
@@ -107,7 +112,8 @@ class Mixing:
         shifted = [[x >> 8 for x in tile] for tile in words]
         found = []
         for (m, j), before in zip(self.products, mixed, strict=True):
-            first, by_slice = self.first(m), []
+            first = self.first(m)
+            by_slice = []
             for right in rights[first : first + self.of_block]:
                 acc = before
                 for x, y, operand in zip(words, shifted, right, strict=True):

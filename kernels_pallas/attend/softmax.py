@@ -103,7 +103,8 @@ def exponentials(
     stays, so that its sums need no multiplication, until a score is larger by more than
     `slack`; weights are then up to 2^(lift + slack).
     """
-    olds, tops = list(state[:2]), []
+    olds = list(state[:2])
+    tops = []
     for e in range(2):
         top = functools.reduce(
             lambda a, b: instr("max.f32", a, b), [x for tile in logs for x in tile[e::2]]
@@ -230,16 +231,21 @@ class Rows:
     """
 
     def __init__(self, D: int, kind: str, lane: Word):
-        self.D, self.kind, self.width, self.of_token = D, kind, row_bytes(D), 2 * D
+        self.D = D
+        self.kind = kind
+        self.width = row_bytes(D)
+        self.of_token = 2 * D
         self.chunks = D // 8
         lanes = 1 << (self.chunks - 1).bit_length()
         self.per = 32 // lanes
         self.chunk = lane & (lanes - 1)
         self.first = simt.divide(lane, lanes)
         self.all_lanes = lanes == self.chunks
-        self.quad, self.col = lane >> 2, lane & 3
+        self.quad = lane >> 2
+        self.col = lane & 3
         # Lane 8 i + r gives `ldmatrix` the address of row r of its i-th 8 x 8 part.
-        r, i = lane & 7, lane >> 3
+        r = lane & 7
+        i = lane >> 3
         self._key = ((i & 1) * 8 + r) * self.width, ((i >> 1) ^ r) << 4
         self._value = ((i >> 1) * 8 + r) * self.width, ((i & 1) ^ r) << 4
 
@@ -389,14 +395,16 @@ class Merged:
         return self
 
     def _find(self, i: Word, D: int) -> None:
-        self.D, self.head = D, simt.divide(i, D // 4)
+        self.D = D
+        self.head = simt.divide(i, D // 4)
         self.word = (i - self.head * (D // 4)) * 4
 
     def _merge(self, stats: Sequence[Sequence[Word]], mixes: Sequence[Sequence[Word]]) -> None:
         self.top = functools.reduce(
             lambda a, b: instr("max.f32", a, b), [top for top, _ in stats]
         )
-        self.total, self.four = word(0), [word(0)] * 4
+        self.total = word(0)
+        self.four = [word(0)] * 4
         for (top, total), mix in zip(stats, mixes, strict=True):
             by = instr("ex2.approx.ftz.f32", instr("sub.f32", top, finite(self.top)))
             self.total = instr("fma.rn.f32", total, by, self.total)
@@ -483,12 +491,14 @@ def _merge(
     means_m: Any, logs_m: Any, out_m: Any, lse_m: Any = None, *, heads: int, D: int, blocks: int, kind: str,
     place: Callable[[Word], Word], place_of_head: Callable[[Word, Word], Word] | None,
 ) -> None:  # fmt: skip
-    row, t = simt.special("ctaid.x"), simt.special("tid.x")
+    row = simt.special("ctaid.x")
+    t = simt.special("tid.x")
     means, logs = (
         simt.offset_rows(simt.global_address(m), row, blocks * heads * size)
         for m, size in ((means_m, D * 4), (logs_m, 4))
     )
-    to, size = place(row), 4 if kind == "f32" else 2
+    to = place(row)
+    size = 4 if kind == "f32" else 2
     out = simt.offset_rows(simt.global_address(out_m), to, heads * D * size)
 
     @simt.loop(t, heads * D // 4, 128)

@@ -92,16 +92,21 @@ class Together:
         self.warp = (t >> 5) & (WARPS - 1)
         self.team = t >> 7
         self.teams = teams
-        self.quad, self.col, self.t = self.lane >> 2, self.lane & 3, t
+        self.quad = self.lane >> 2
+        self.col = self.lane & 3
+        self.t = t
         rings, weights, stats = _room(layout, stages, columns)
-        self.ring_bytes, self.stages = stages * layout.stage, stages
-        self.queries, self.team_bytes = shared, rings + weights + stats
+        self.ring_bytes = stages * layout.stage
+        self.stages = stages
+        self.queries = shared
+        self.team_bytes = rings + weights + stats
         self.rings = shared + columns * 2 * HEADS * layout.D + self.team * self.team_bytes
         self.weights = self.rings + rings
         self.stats = self.weights + weights + self.col * 8  # of this lane's queries
         self.tops = self.stats + WARPS * columns * 32
         self.step = columns * 256  # bytes of 16 rows of a right operand
-        bits, D = layout.bits[1], layout.D
+        bits = layout.bits[1]
+        D = layout.D
         # Codes of a byte, channels of 16 bytes.
         self.in_byte = 8 // bits
         self.block = 128 // bits
@@ -138,7 +143,8 @@ class Together:
 
     def _own(self, c: int, part: int, parts: int) -> list[Word]:
         """This lane's channels of its query of column c, or one of `parts` of them, two a word."""
-        D, mine = self.layout.D, (self.quad < self.heads).select(self.quad, 0)
+        D = self.layout.D
+        mine = (self.quad < self.heads).select(self.quad, 0)
         at = simt.offset(self.query(c, mine), self.col * (D // 2) + part * D // 2 // parts)
         return load_words(at, D // 8 // parts)
 
@@ -283,15 +289,19 @@ class Together:
         """The state of the tokens between the ends in units begin .. end - 1. fetch(unit, to)
         starts to copy a unit.
         """
-        layout, (start, stop), unit = self.layout, ends, self.layout.unit
-        own, stage = self.rings + self.warp * self.ring_bytes, layout.stage
+        layout = self.layout
+        start, stop = ends
+        unit = self.layout.unit
+        own = self.rings + self.warp * self.ring_bytes
+        stage = layout.stage
         last = end - 1
 
         def begin_of(first: Word, place: Word) -> None:
             n = first + self.warp
             fetch((n < end).select(n, last), own + place)
 
-        begin, stride = begin + self.team * WARPS, self.teams * WARPS
+        begin = begin + self.team * WARPS
+        stride = self.teams * WARPS
         for i in range(self.stages - 1):
             with when(begin + i * stride < end):
                 begin_of(begin + i * stride, word(i * stage))
@@ -300,7 +310,8 @@ class Together:
 
         @loop(begin, end, stride, [word(0), ring_end, *self.nothing()])
         def carry(first: Word, place: Word, before: Word, *state: Word) -> list[Word]:
-            n, at = first + self.warp, own + place
+            n = first + self.warp
+            at = own + place
             ptx(f"cp.async.wait_group {self.stages - 2};")
             simt.warp_barrier()
             edge = (n >= end) | (n * unit < start) | (n * unit + unit > stop)
@@ -355,9 +366,11 @@ class Together:
         """Turns the scales of this warp's unit, in place, into pairs of those of two codes that
         are decoded at once: keys by channel, those of a lane's channels in a step of the
         products; values, two tokens. Scales of tokens outside may be anything, and become 0."""
-        layout, D = self.layout, self.layout.D
+        layout = self.layout
+        D = self.layout.D
         if layout.by_channel:
-            (key_bits, _), half = layout.bits, 16 // layout.bits[0]
+            key_bits, _ = layout.bits
+            half = 16 // layout.bits[0]
             in_byte = half // 2
             step = self.lane >> 2  # lane = 4 step + col
             place = step & (in_byte - 1)
@@ -381,7 +394,8 @@ class Together:
             ]
             with when(within):
                 simt.store_shared(at + layout.places[3] + self.lane * 16, *words)
-        size, tiles = layout.per_token[2], layout.tiles
+        size = layout.per_token[2]
+        tiles = layout.tiles
         for done in range(0, 8 * tiles, 32):
             pair = self.lane + done
             with when(pair < 8 * tiles):
@@ -405,8 +419,13 @@ class Together:
 
     def _scores(self, at: Word) -> list[list[list[Word]]]:
         """The scores of this warp's unit, times 2^-LIFT, by column and 16 keys."""
-        layout, bits, width = self.layout, self.layout.bits[0], self.layout.per_token[0]
-        in_byte, pairs, tiles, places = 8 // bits, pairs_of(layout), layout.tiles, layout.places
+        layout = self.layout
+        bits = self.layout.bits[0]
+        width = self.layout.per_token[0]
+        in_byte = 8 // bits
+        pairs = pairs_of(layout)
+        tiles = layout.tiles
+        places = layout.places
         lane = at + (self.quad * width + self.col * (width // 4))
         codes = [lane + 8 * r * width for r in range(2 * tiles)]
         if not layout.by_channel:
@@ -461,7 +480,8 @@ class Together:
         layout = self.layout
         bits = self.layout.bits[1]
         _, width, size, _ = self.layout.per_token
-        tiles, mix = layout.tiles, self._mix(state)
+        tiles = layout.tiles
+        mix = self._mix(state)
         # Lanes 8 i .. give addresses of the i-th matrix.
         i = self.lane >> 3
         lane = self.lane & 7
@@ -519,7 +539,8 @@ class Together:
         """The state with some of the exact keys and values [size, D] of `zone`, 16 a warp at a
         time: those in the span of each query's step, step_of(column, e). Blocks take turns,
         `first` of `step`."""
-        first, step = (word(self.teams - 1) - self.team) * step + first, step * self.teams
+        first = (word(self.teams - 1) - self.team) * step + first
+        step = step * self.teams
         D = self.layout.D
         by_block = 16 * WARPS
 
@@ -607,7 +628,9 @@ class Together:
         parts = [self.rings + c * softmax.part_bytes(self.layout.D) for c in self.columns]
         self._meet()  # all warps have read what was there
         channel = self.quad * (2 * self.in_byte) + self.own_block * self.block + self.place
-        mix, tops, sums = self._mix(state), self._tops(), self._totals(state)
+        mix = self._mix(state)
+        tops = self._tops()
+        sums = self._totals(state)
         for c, part in enumerate(parts):
             totals = []
             for e in range(2):

@@ -74,7 +74,8 @@ def _program(
     x_m, at_m, count_m, *new_m, sizes: tuple[int, int, int, int, int], config: Config
 ) -> None:
     B, K, P, n, chunks = sizes
-    size, threads = chunks * CHUNK, 128 * config.warpgroups
+    size = chunks * CHUNK
+    threads = 128 * config.warpgroups
     total = B * K * n * chunks
     x, starts, counts, *new = (simt.global_address(m) for m in (x_m, at_m, count_m, *new_m))
     first = simt.special("ctaid.x") * (threads * config.ahead) + simt.special("tid.x")

@@ -119,7 +119,9 @@ def host_rows(x: Array, index: Array, *, config: Config | None = None) -> tuple[
 def _rows(config: Config, x: Array, index: Array) -> list[Array]:
     @simt.over_rows(functools.partial(_rows, config))
     def run(x: Array, index: Array) -> list[Array]:
-        (B, K, N), (parts, Z, D), chunks = index.shape, x.shape[3:], row_bytes(x) // CHUNK
+        B, K, N = index.shape
+        parts, Z, D = x.shape[3:]
+        chunks = row_bytes(x) // CHUNK
         sizes = {"rows": B * K, "P": x.shape[2], "N": N, "chunks": chunks, "parts": parts}
         outs = tuple(jax.ShapeDtypeStruct((B, K, N * Z, D), x.dtype) for _ in range(parts))
         program = functools.partial(_program, **sizes, config=config)
@@ -162,8 +164,11 @@ def _recall(config: Config, *args: Array) -> list[Array]:
     @simt.over_rows(functools.partial(_recall, config))
     def run(*args: Array) -> list[Array]:
         x, index, _, _, device_rows, *zones = args
-        parts, recent, (_, K, M) = zones[: x.shape[3]], zones[x.shape[3]], device_rows.shape
-        chunks, keeps = row_bytes(x) // CHUNK, len(zones) > 2 * len(parts)
+        parts = zones[: x.shape[3]]
+        recent = zones[x.shape[3]]
+        _, K, M = device_rows.shape
+        chunks = row_bytes(x) // CHUNK
+        keeps = len(zones) > 2 * len(parts)
         program = functools.partial(
             _recall_program, rows=math.prod(device_rows.shape[:2]), K=K, P=x.shape[2], N=index.shape[2], M=M,
             chunks=chunks, parts=len(parts), R=recent.shape[2], line=x.shape[-1] * x.dtype.itemsize, keeps=keeps,
@@ -215,7 +220,9 @@ def blocks_of(jobs: int, at_once: int, config: Config) -> tuple[int, int]:
 def _program(
     *refs: Any, rows: int, P: int, N: int, chunks: int, parts: int, config: Config
 ) -> None:
-    size, piece, total = chunks * CHUNK, chunks * CHUNK // parts, rows * N * chunks
+    size = chunks * CHUNK
+    piece = chunks * CHUNK // parts
+    total = rows * N * chunks
     x, index, *outs = (simt.global_address(m) for m in refs)
 
     def source(at: Word) -> tuple[Flag, Any]:
@@ -243,7 +250,8 @@ def _recall_program(
     device, recent, *first_read, outs = (
         zones[i : i + parts] for i in range(0, len(zones), parts)
     )
-    size, piece = chunks * CHUNK, chunks * CHUNK // parts
+    size = chunks * CHUNK
+    piece = chunks * CHUNK // parts
     width = M * piece
 
     def place_of(row: Word, of: Word) -> Word:
@@ -266,7 +274,8 @@ def _recall_program(
     def whose(at: Word) -> tuple[Word, Word, Word, Word]:
         """The (b, k), place and part that a chunk belongs to, and its byte there."""
         i = simt.divide(at, chunks)
-        of, inside = simt.divide(i, M), (at - i * chunks) * CHUNK
+        of = simt.divide(i, M)
+        inside = (at - i * chunks) * CHUNK
         part = simt.divide(inside, piece)
         return of, i - of * M, part, inside - part * piece
 

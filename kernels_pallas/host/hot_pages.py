@@ -70,7 +70,8 @@ def threads_of(places: int) -> int:
 
 def unsupported(page: Any, index: Any) -> str | None:
     """The limit that these shapes exceed, for `hot_places`; None if there is a kernel for them."""
-    places, pages = page.shape[2], index.shape[2]
+    places = page.shape[2]
+    pages = index.shape[2]
     most = MOST * threads_of(places)
     if not (0 < places <= most and 0 < pages <= most and math.prod(index.shape)):
         return f"the kernel hot_places takes 1 to {most} places and pages of a row; got {places} and {pages}"
@@ -120,7 +121,8 @@ def _places(*args: Array) -> list[Array]:
     def run(*args: Array) -> list[Array]:
         *changed, found = args
         page, _, place, _, _, index = changed
-        n, N = page.shape[2], index.shape[2]
+        n = page.shape[2]
+        N = index.shape[2]
         program = partial(_places_program, n=n, N=N, P=place.shape[2], threads=threads_of(n))
         launch = simt.kernel_in_place(
             program,
@@ -136,13 +138,15 @@ def _places(*args: Array) -> list[Array]:
 
 def _places_program(*refs: Any, n: int, N: int, P: int, threads: int) -> None:
     addresses = [simt.global_address(m) for m in refs[:7]]
-    row, thread = special("ctaid.x"), special("tid.x")
+    row = special("ctaid.x")
+    thread = special("tid.x")
     widths = (n, n, P, 1, 1, N, 1)
     page, used, place, hand, loads, index, found = (
         simt.offset_rows(a, row, 4 * width) for a, width in zip(addresses, widths, strict=True)
     )
     kept, given, small = (simt.shared_address(m) for m in refs[7:])
-    at_hand, most = _load(hand), simt.load(found)
+    at_hand = _load(hand)
+    most = simt.load(found)
 
     # The state of a place, in shared memory: KEPT or FILLED by this step, or USED or not since
     # the hand passed. Device memory is read and written by adjacent threads; the order of the
@@ -181,8 +185,10 @@ def _places_program(*refs: Any, n: int, N: int, P: int, threads: int) -> None:
     for e in range(share):
         inside, at = _place_at(thread, e, share, at_hand, n)
         state = inside.select(simt.load_shared(kept + at * 4), KEPT)
-        is_idle, is_busy = state.equals(0).select(1, 0), state.equals(USED).select(1, 0)
-        idle, busy = idle | is_idle << e, busy | is_busy << e
+        is_idle = state.equals(0).select(1, 0)
+        is_busy = state.equals(USED).select(1, 0)
+        idle = idle | is_idle << e
+        busy = busy | is_busy << e
         packed = packed + is_idle + (is_busy << 16)
     (before, total), (rank, misses) = _sums(
         packed, simt.sum_of(missing), small=small, warps=threads // 32
@@ -204,7 +210,8 @@ def _places_program(*refs: Any, n: int, N: int, P: int, threads: int) -> None:
     for e, ((entry, is_page, _, known), is_missing) in enumerate(
         zip(wanted, missing, strict=True)
     ):
-        m, missed = thread * own + e, is_missing.differs(0)
+        m = thread * own + e
+        missed = is_missing.differs(0)
         (to,) = simt.branch(missed, partial(_words_at, given + rank * 4), [known])
         rank = rank + is_missing
         with when(missed):
@@ -243,7 +250,8 @@ def _place_at(thread: Word, e: int, share: int, at_hand: Word, n: int) -> tuple[
 def _sums(*words: Word, small: Word, warps: int) -> list[tuple[Word, Word]]:
     """The sum of each word over the threads of the block before this one, and over all."""
     thread = special("tid.x")
-    lane, warp = thread & 31, thread >> 5
+    lane = thread & 31
+    warp = thread >> 5
     within = []
     for i, x in enumerate(words):
         of_warp = simt.warp_sum(x)
@@ -313,7 +321,9 @@ def fill(name: str, decode: Decode, config: Config, *args: Array) -> list[Array]
     @simt.over_rows(partial(fill, name, decode, config))
     def run(*args: Array) -> list[Array]:
         *zones, x, page, used, at = args
-        chunks, n, N = row_bytes(x) // CHUNK, page.shape[2], at.shape[2]
+        chunks = row_bytes(x) // CHUNK
+        n = page.shape[2]
+        N = at.shape[2]
         each = max(1, min(32, at.size // LEAST_WARPS))
         blocks, turns = blocks_of(at.size, each * 4 * config.warpgroups, config)
         program = partial(
@@ -341,16 +351,21 @@ def _load_program(
     heads, whose pages are close together. A value takes `wider` times as many bytes in a zone.
     """
     *zones, x, page, used, at = (simt.global_address(m) for m in refs)
-    size, piece, of_page = chunks * CHUNK, chunks * CHUNK // parts, -(-chunks // 32)
-    ahead, at_once = min(config.ahead, of_page), max(1, config.ahead // of_page)
+    size = chunks * CHUNK
+    piece = chunks * CHUNK // parts
+    of_page = -(-chunks // 32)
+    ahead = min(config.ahead, of_page)
+    at_once = max(1, config.ahead // of_page)
     thread = special("tid.x")
-    lane, warp = thread & 31, special("ctaid.x") * (4 * config.warpgroups) + (thread >> 5)
+    lane = thread & 31
+    warp = special("ctaid.x") * (4 * config.warpgroups) + (thread >> 5)
 
     def take(turn: Word) -> None:
         entry = (turn * warps + warp) * each + lane
         is_entry = (lane < each) & (entry < total)
         entry = is_entry.select(entry, 0)
-        of, place = simt.divide(entry, N), simt.load(simt.offset_rows(at, entry, 4))
+        of = simt.divide(entry, N)
+        place = simt.load(simt.offset_rows(at, entry, 4))
         in_table = of * n + (place < n).select(place, 0)
         fresh = (
             is_entry & (place < n) & simt.load(simt.offset_rows(used, in_table, 4)).equals(2)

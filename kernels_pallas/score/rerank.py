@@ -84,7 +84,8 @@ def smem_bytes(D: int) -> int:
 
 def unsupported(q: Any, signs: Any, sizes: Any, weights: Any, slots: Any) -> str | None:
     """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
-    D, (S, N) = q.shape[-1], signs.shape[2:]
+    D = q.shape[-1]
+    S, N = signs.shape[2:]
     if D not in (64, 128) or (N * 8, sizes.shape[3], weights.shape[3]) != (D, 3 * N, N):
         return (
             f"the kernel rerank takes head sizes 64 and 128 in subspaces of 8; got D={D} in {N}"
@@ -133,7 +134,9 @@ def rerank(
 def _estimates(
     how: tuple[tuple[float, ...], float, Config], q: Array, slots: Array, *codes: Array
 ) -> Array:
-    (heads, D), M, (rows, S, _) = q.shape, slots.shape[1], codes[0].shape
+    heads, D = q.shape
+    M = slots.shape[1]
+    rows, S, _ = codes[0].shape
     centres, scale, config = how
     shares = split(heads, M, config, target=simt.target((q, *codes)))
 
@@ -161,8 +164,10 @@ def _program(
     q_m, slots_m, signs_m, sizes_m, weights_m, out_m, table_m, queries_m,
     *, sizes: tuple[int, int, int, int], shares: Split, centres: Sequence[float], scale: float,
 ) -> None:  # fmt: skip
-    M, place = sizes[3], Place(simt.special("ctaid.x"), sizes, shares)
-    codes, scratch = (signs_m, sizes_m, weights_m), (table_m, queries_m)
+    M = sizes[3]
+    place = Place(simt.special("ctaid.x"), sizes, shares)
+    codes = (signs_m, sizes_m, weights_m)
+    scratch = (table_m, queries_m)
     total = estimate(
         q_m, place.slot(slots_m), codes, scratch, place, centres=centres, scale=scale
     )
@@ -177,7 +182,9 @@ class Place:
     """
 
     def __init__(self, block: Word, sizes: tuple[int, int, int, int], shares: Split):
-        self.sizes, self.shares, t = sizes, shares, simt.special("tid.x")
+        self.sizes = sizes
+        self.shares = shares
+        t = simt.special("tid.x")
         self.head = simt.divide(block, shares.blocks)
         self.row = simt.divide(self.head, sizes[0])
         self.first = (block - self.head * shares.blocks) * shares.candidates  # of the block
@@ -202,9 +209,12 @@ def estimate(
     _, S, D, _ = place.sizes
     signs_m, sizes_m, weights_m = codes_m
     table_m, queries_m = scratch_m
-    N, threads, t = D // 8, place.shares.threads, simt.special("tid.x")
+    N = D // 8
+    threads = place.shares.threads
+    t = simt.special("tid.x")
     q = simt.offset_rows(simt.global_address(q_m), place.head, D * 4)
-    table, queries = simt.shared_address(table_m), simt.shared_address(queries_m)
+    table = simt.shared_address(table_m)
+    queries = simt.shared_address(queries_m)
 
     # A negative slot counts from the end, as in the reference.
     slot = (slot < 1 << 31).select(slot, slot + S)
@@ -221,7 +231,8 @@ def estimate(
         ]
         return [ptx(load, at, results=width) for load in loads]
 
-    (signs,), bits = planes(signs_m, 1), planes(sizes_m, 3)
+    (signs,) = planes(signs_m, 1)
+    bits = planes(sizes_m, 3)
     weights = [x for half in planes(weights_m, 2) for x in half]
 
     with when(t < 32):

@@ -15,7 +15,8 @@ from kvjax.kernels_pallas.simt import Word, instr, ptx, real, word
 
 def channels(q: Any, D: int) -> list[Word]:
     """This lane's D/32 channels of f32[D] at q; D is 64 or 128."""
-    lane, n = simt.special("laneid"), D // 32
+    lane = simt.special("laneid")
+    n = D // 32
     vector = "{" + ", ".join(f"${i}" for i in range(n)) + "}"
     return ptx(
         f"ld.global.nc.v{n}.u32 {vector}, [${n}];", simt.offset(q, lane * (4 * n)), results=n
@@ -27,7 +28,8 @@ def rotated(x: list[Word], turned: int | None) -> list[Word]:
     `turned` has the bits of the channels whose sign R flips first."""
     if turned is None:
         return x
-    lane, n = simt.special("laneid"), len(x)
+    lane = simt.special("laneid")
+    n = len(x)
     signs = word(turned & 0xFFFFFFFF)
     for i in range(1, n):
         signs = (lane >= i * (32 // n)).select(turned >> (32 * i) & 0xFFFFFFFF, signs)

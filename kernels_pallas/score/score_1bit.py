@@ -73,7 +73,8 @@ def unsupported(q: Any, bits: Any, step: Any, heads: int = 2 * HEADS) -> str | N
     to `heads` queries.
     """
     *_, G, D = q.shape
-    S, groups = bits.shape[2], step.shape[2]
+    S = bits.shape[2]
+    groups = step.shape[2]
     if D not in (64, 128, 256):
         return f"the kernel score_1bit takes head sizes 64, 128 and 256; got D={D}"
     if not 1 <= G <= heads:
@@ -102,7 +103,8 @@ def score_1bit(
     """
     if limit := unsupported(q, bits, step):
         raise NotImplementedError(limit)
-    (B, K, G, D), S = q.shape, bits.shape[2]
+    B, K, G, D = q.shape
+    S = bits.shape[2]
     group = S // step.shape[2]
     config = config or tuned.select(
         "score_1bit",
@@ -236,9 +238,12 @@ class Scores:
 
     def thread(self) -> Thread:
         t = simt.special("tid.x")
-        warp, lane = t >> 5, t & 31
-        quad, col = lane >> 2, lane & 3
-        job, final = simt.special("ctaid.x") * WARPS + warp, self.rows * self.jobs - 1
+        warp = t >> 5
+        lane = t & 31
+        quad = lane >> 2
+        col = lane & 3
+        job = simt.special("ctaid.x") * WARPS + warp
+        final = self.rows * self.jobs - 1
         job = (job < final).select(job, final)  # a spare warp repeats the last
         row = simt.divide(job, self.jobs)
         head, later = ((col & 1) * 2, col >> 1) if self.at_once == 2 else (col * 2, word(0))
@@ -257,7 +262,8 @@ class Scores:
         at_once = self.at_once
         columns = self.columns
         warp, lane, quad, col, head, later, row, job = self.thread()
-        units, stages = S // UNIT, self.config.stages // at_once
+        units = S // UNIT
+        stages = self.config.stages // at_once
         parts = self.parts
         first = job * (self.iterations * at_once)
         q, bits, step, zero, out = (
@@ -268,7 +274,9 @@ class Scores:
         step, zero = (simt.offset_rows(a, row, S // self.group * D * 2) for a in (step, zero))
         size = 2 if self.half else 4  # bytes of a score
         out = simt.offset_rows(out, row * G + head, S * size)
-        codes, steps = UNIT * D // 8, 2 * D  # bytes of a unit
+        # Bytes of a unit.
+        codes = UNIT * D // 8
+        steps = 2 * D
         ring = simt.shared_address(ring_m) + warp * (self.config.stages * (codes + steps))
 
         def within(unit: Word) -> Word:
@@ -302,7 +310,8 @@ class Scores:
                 for start in range(0, at_once * chunks, 32):
                     n = lane + start
                     of = simt.divide(n, chunks)
-                    unit, chunk = within(first + i * at_once + of), n & (chunks - 1)
+                    unit = within(first + i * at_once + of)
+                    chunk = n & (chunks - 1)
                     at = (
                         simt.offset_rows(step, group_of(unit), size)
                         if to
@@ -432,11 +441,13 @@ class Scores:
         """Writes four scores of each of a thread's heads to `out`, the address of the first of
         its heads.
         """
-        size, S = 2 if self.half else 4, self.S
+        size = 2 if self.half else 4
+        S = self.S
         at = simt.offset(simt.offset_rows(out, unit, UNIT * size), quad * (4 * size))
         for n, four in enumerate(fours):
             words = [halves(*four[:2]), halves(*four[2:])] if self.half else four
-            named, further = ", ".join(f"${3 + i}" for i in range(size)), n // 2 * HEADS + n % 2
+            named = ", ".join(f"${3 + i}" for i in range(size))
+            further = n // 2 * HEADS + n % 2
             if n % 2 == 0 and n:  # an offset as an immediate has 32 bits
                 at = simt.offset_rows(at, word(HEADS), S * size)
             ptx(
@@ -498,7 +509,8 @@ def zero_scores(kind: str, zeros: list[list[Word]], queries: list[Word]) -> list
     """
     base = [word(0)] * 4
     for j in range(0, len(queries), 2):
-        low, high = zeros[0], zeros[-1]
+        low = zeros[0]
+        high = zeros[-1]
         base = simt.mma(
             kind, base, [low[j], high[j], low[j + 1], high[j + 1]], queries[j : j + 2]
         )
@@ -538,7 +550,8 @@ def unit_sums(
     ]
     acc = [[[[word(0)] * 4 for _ in range(2)] for _ in queries] for _ in units]
     for n in range(4):
-        half, odd = n // 2, n % 2
+        half = n // 2
+        odd = n % 2
         for pair in range(len(steps) // 8):  # of words, of which two lanes have the codes
             places = [8 * pair + 4 * w + 2 * half + byte for w in range(2) for byte in range(2)]
             for column, words in enumerate(queries):

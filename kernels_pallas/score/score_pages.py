@@ -93,7 +93,8 @@ def score_pages(
 
 
 def _scores(scale: float, config: Config, q: Array, low: Array, high: Array) -> Array:
-    (rows, G, D), P = q.shape, low.shape[1]
+    rows, G, D = q.shape
+    P = low.shape[1]
     kind = "bf16" if low.dtype == jnp.bfloat16 else "f16"
     warps = rows * -(-P // (TILE * config.tiles)) * parts(G, config)
 
@@ -123,12 +124,15 @@ def program(
     A warp makes `config.columns` products of the corners that it loads; the warps of one tile
     are adjacent. With `order` = (K, T), queries are in memory as [B, T, K, G / T, D]."""
     rows, G, P, D = shape
-    tiles, width, shares = -(-P // TILE), width or P, parts(G, config)
+    tiles = -(-P // TILE)
+    width = width or P
+    shares = parts(G, config)
     columns = -(-G // (HEADS * shares))
     batches = -(-tiles // config.tiles)
     t = simt.special("tid.x")
     lane = t & 31
-    quad, col = lane >> 2, lane & 3
+    quad = lane >> 2
+    col = lane & 3
     job = simt.special("ctaid.x") * (4 * config.warpgroups) + (t >> 5)
     last = rows * batches * shares - 1
     job = (job < last + 1).select(job, last)  # a spare warp repeats the last
@@ -165,7 +169,8 @@ def program(
         within = [(page < P).select(page, P - 1) for page in pages]
         corners = [[channels(a, page, D) for page in within] for a in (high, low)]
         for column, words in enumerate(queries):
-            acc, two = [word(0)] * 4, both[column] if both else sides(words)
+            acc = [word(0)] * 4
+            two = both[column] if both else sides(words)
             for j in range(0, D // 8, 2):
                 for (a, b), side in zip(corners, two, strict=True):
                     acc = simt.mma(kind, acc, [a[j], b[j], a[j + 1], b[j + 1]], side[j : j + 2])

@@ -76,8 +76,10 @@ class WideScores(Scores):
         return D // 16 * self.step_bytes + WARPS * self.config.stages * (UNIT * D // 8 + 4 * D)
 
     def thread(self) -> Thread:
-        t, block = simt.special("tid.x"), simt.special("ctaid.x")
-        warp, lane = t >> 5, t & 31
+        t = simt.special("tid.x")
+        block = simt.special("ctaid.x")
+        warp = t >> 5
+        lane = t & 31
         of_row = self.jobs // WARPS
         row = simt.divide(block, of_row)
         return Thread(
@@ -94,7 +96,10 @@ class WideScores(Scores):
     def program(
         self, q_m, bits_m, step_m, zero_m, out_m, ring_m, *, visit: Visit | None = None, state: Sequence[Word] = ()
     ) -> list[Word]:  # fmt: skip
-        G, S, stages, units = self.G, self.S, self.config.stages, self.S // UNIT
+        G = self.G
+        S = self.S
+        stages = self.config.stages
+        units = self.S // UNIT
         warp, lane, quad, col, head, _, row, job = self.thread()
         first = job * self.iterations
         q, bits, step, zero, out = (
@@ -103,10 +108,13 @@ class WideScores(Scores):
         bits = simt.offset_rows(bits, row, S * D // 8)
         step, zero = (simt.offset_rows(a, row, S // self.group * D * 2) for a in (step, zero))
         out = simt.offset_rows(out, row * G + head, S * (2 if self.half else 4))
-        codes, scales = UNIT * D // 8, 4 * D  # bytes of a unit
+        # Bytes of a unit.
+        codes = UNIT * D // 8
+        scales = 4 * D
         queries = simt.shared_address(ring_m)
         ring = queries + (D // 16 * self.step_bytes) + warp * (stages * (codes + scales))
-        wide, (K, T) = self.by_warpgroup, self.order
+        wide = self.by_warpgroup
+        K, T = self.order
 
         def within(unit: Word) -> Word:
             return (unit < units).select(unit, units - 1)
@@ -168,7 +176,8 @@ class WideScores(Scores):
         # A lane prepares the scales of step lane / 4 of the products for the lanes of its
         # column: those of bit lane / 4 of the lower and the upper byte of a half word.
         power = word(127 + 133 + 1 - LIFT) - quad
-        power, odd = (power << 7) | (power << 23), (quad & 1).equals(0).select(0x5410, 0x7632)
+        power = (power << 7) | (power << 23)
+        odd = (quad & 1).equals(0).select(0x5410, 0x7632)
 
         def prepare(at: Word) -> None:
             words = []
@@ -223,7 +232,8 @@ class WideScores(Scores):
             with when(i + stages < self.iterations):
                 fetch(i + stages)
             ptx("cp.async.commit_group;")
-            larger, unit = real(self.scale * 2.0**LIFT), first + i
+            larger = real(self.scale * 2.0**LIFT)
+            unit = first + i
             fours = [
                 [
                     instr("mul.f32", sums[tile][4 * c + 2 * half + e], larger)

@@ -29,7 +29,8 @@ from kvjax.kernels_pallas.simt import (
 def sum_before(x: Word, small: Word) -> Word:
     """The sum of x over the threads of the block that come before this one."""
     thread = simt.special("tid.x")
-    lane, warp = thread & 31, thread >> 5
+    lane = thread & 31
+    warp = thread >> 5
     later = simt.sum_of_next_lanes(x)
     of_warp = simt.warp_sum(x)
     with when(lane.equals(0)):
@@ -92,7 +93,8 @@ class Out(NamedTuple):
 
     def finish(self, wanted: Word, of: int) -> None:
         """Writes how many were found, and zeros to the places after them, by `of` blocks."""
-        thread, part = simt.special("tid.x"), simt.part()
+        thread = simt.special("tid.x")
+        part = simt.part()
         with when(thread.equals(0) & part.equals(0)):
             ptx("st.global.u32 [$0], $1;", self.found, wanted)
         simt.loop(wanted + part * tiling.THREADS + thread, self.room, tiling.THREADS * of)(
@@ -130,9 +132,12 @@ def write_certain(
     """Writes the slots of all keys above the bin; if slots were counted, also of keys equal to
     `low` that rank above the last bin of slots. Keys in the bin go to the list, which `shared`
     ends."""
-    wanted, is_held = cut.wanted, isinstance(row, InRegisters)
-    by_rank, none = cut.least.differs(0), wanted.equals(0)
-    low, high = none.select(0xFFFFFFFF, cut.low), none.select(0xFFFFFFFF, cut.low + cut.size)
+    wanted = cut.wanted
+    is_held = isinstance(row, InRegisters)
+    by_rank = cut.least.differs(0)
+    none = wanted.equals(0)
+    low = none.select(0xFFFFFFFF, cut.low)
+    high = none.select(0xFFFFFFFF, cut.low + cut.size)
 
     def bits(conditions: str, elements: Iterable[Pair], *limits: Word) -> Word:
         found = word(0)

@@ -39,7 +39,8 @@ class Elements(NamedTuple):
 
 def elements_of(i: Word, fours: Fours, U: int, config: tiling.Config) -> Elements:
     """The elements of step i, whose keys are `fours`."""
-    starts, (stride, _, steps) = tiling.fours(i, U, config), tiling.steps(U, config)
+    starts = tiling.fours(i, U, config)
+    stride, _, steps = tiling.steps(U, config)
     pairs = (
         (key, word(SLOTS) - (at + j))
         for at, four in zip(starts, fours, strict=True)
@@ -63,7 +64,9 @@ class InDevice:
     """A row whose keys are in device memory."""
 
     def __init__(self, keys: Any, U: int, config: tiling.Config):
-        self.keys, self.U, self.config = keys, U, config
+        self.keys = keys
+        self.U = U
+        self.config = config
 
     def each(self, visit: Callable[..., Any], carry: Sequence[Word] = ()) -> list[Word]:
         """carry = visit(elements, *carry) for some elements at a time."""
@@ -87,7 +90,8 @@ class InLists:
         self, first: Fours, others: Callable[..., list[Word]], again: Callable[[Word], Fours], lists: Lists,
         kept: Any, U: int, config: tiling.Config,
     ):  # fmt: skip
-        self.lists, self.kept = lists, InDevice(kept, U, config)
+        self.lists = lists
+        self.kept = InDevice(kept, U, config)
 
         def list_step(i: Word, fours: Fours, number: Word) -> list[Word]:
             for at, four in zip(tiling.fours(i, U, config), fours, strict=True):
@@ -137,9 +141,12 @@ class Lists:
 
     def __init__(self, lists: Word, bound: Word):
         thread = simt.special("tid.x")
-        self.lane, self.warp, self.bound = thread & 31, thread >> 5, bound
+        self.lane = thread & 31
+        self.warp = thread >> 5
+        self.bound = bound
         self.keys = lists + self.warp * (4 * LIST)
-        self.starts, self.numbers = self.keys + 16 * FOURS, lists + WARPS * (4 * LIST)
+        self.starts = self.keys + 16 * FOURS
+        self.numbers = lists + WARPS * (4 * LIST)
 
     def add(self, at: Word, four: Sequence[Word], number: Word) -> Word:
         """Lists the four at .. at + 3 of each lane of the warp that reaches the bound; `number`

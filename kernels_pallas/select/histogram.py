@@ -26,7 +26,9 @@ from kvjax.kernels_pallas.simt import (
     word,
 )
 
-BINS, GROUPS = 2048, 64  # groups of 32 bins
+# Groups of 32 bins.
+BINS = 2048
+GROUPS = 64
 PASS = BINS + 5 * GROUPS  # words of the histogram of a pass, with those that `find_bin` needs
 KEPT = BINS + GROUPS  # the first words, which `keep` writes to device memory
 
@@ -73,7 +75,8 @@ def find_bin(bins: Word, wanted: Word, blocks: int, of_earlier: bool = True) -> 
 def _sum_groups(bins: Word) -> None:
     """Writes the sums of 32 bins each, after a barrier."""
     thread = simt.special("tid.x")
-    lane, warp = thread & 31, thread >> 5
+    lane = thread & 31
+    warp = thread >> 5
     block_barrier()
     here = simt.sum_of(simt.load_shared(bins + thread * 8, 2))
     low = simt.warp_sum((lane < 16).select(here, 0))
@@ -118,8 +121,10 @@ def _locate(
     A block reads from each block the sums of 32 bins each, then the 32 bins that include the
     wanted one, each time one word per lane.
     """
-    thread, part = simt.special("tid.x"), simt.part()
-    lane, warp = thread & 31, thread >> 5
+    thread = simt.special("tid.x")
+    part = simt.part()
+    lane = thread & 31
+    warp = thread >> 5
     sums, sums_before, counts, counts_before = (
         bins + 4 * (BINS + i * GROUPS) for i in range(1, 5)
     )

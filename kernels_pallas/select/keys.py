@@ -26,7 +26,8 @@ from kvjax.kernels_pallas.simt import (
 )
 
 SLOTS = (1 << 22) - 1  # a slot s ranks as SLOTS - s
-MAX_K, MAX_UNITS = 4096, 1 << 21
+MAX_K = 4096
+MAX_UNITS = 1 << 21
 
 
 HEADS = 8  # whose scores a thread holds at once

@@ -76,7 +76,8 @@ def of_lanes(scores: Sequence[Word], gaps: Sequence[int]) -> list[Word]:
 def merge(states: Sequence[Sequence[Word]]) -> list[Word]:
     """Merges states into one."""
     peak = functools.reduce(larger, [top for top, _ in states])
-    shift, total = _is_finite(peak).select(peak, 0), word(0)
+    shift = _is_finite(peak).select(peak, 0)
+    total = word(0)
     for top, part in states:
         total = instr("fma.rn.f32", part, power(instr("sub.f32", top, shift)), total)
     return [peak, total]

@@ -49,7 +49,8 @@ def out_of(slots_m: Any, found_m: Any, names_m: Any, S: int, how: How) -> Out:
         simt.offset_rows(simt.global_address(m), row, n * 4)
         for m, n in ((slots_m, how.room), (found_m, 1))
     )
-    M, beyond = how.limits[0], how.beyond
+    M = how.limits[0]
+    beyond = how.beyond
     names = (
         None if names_m is None else simt.offset_rows(simt.global_address(names_m), row, M * 4)
     )
@@ -77,7 +78,8 @@ def select_keys(
     """(units i32[rows, room], count i32[rows]) of `keys` u32[rows, U] that were counted in
     `bins`.
     """
-    config, rows = how.config, how.rows
+    config = how.config
+    rows = how.rows
     launch = {
         "blocks": rows * config.blocks,
         "parts": config.blocks,
@@ -122,7 +124,8 @@ def _list(
     shared_by: int,
 ) -> None:
     *names_m, slots_m, found_m, listed_m, cut_m, hist_m, small_m = refs
-    row, config = simt.row(), how.config
+    row = simt.row()
+    config = how.config
     keys, kept, listed, to = (
         simt.offset_rows(simt.global_address(m), row, n * 4)
         for m, n in (
@@ -169,7 +172,8 @@ def _rank(
     slots_m: Any, found_m: Any, *refs: Any, U: int, S: int, how: How, bins: Bins, shared_by: int
 ) -> None:
     listed_m, cut_m, keys_m, wanted_m, *names_m, hist_m, small_m = refs
-    row, here = simt.row(), Here.of(hist_m, small_m)
+    row = simt.row()
+    here = Here.of(hist_m, small_m)
     listed, cut, keys = (
         simt.offset_rows(simt.global_address(m), row, n * 4)
         for m, n in ((listed_m, 2 * LISTED), (cut_m, CUT), (keys_m, U))

@@ -121,7 +121,9 @@ def select_4bit(
     assert not isinstance(keys, int)
     if limit := unsupported(q, signs, sizes, weights, slots, keys, room, pending_slots):
         raise NotImplementedError(limit)
-    (B, K, G, D), M, R = q.shape, slots.shape[3], keys.shape[2]
+    B, K, G, D = q.shape
+    M = slots.shape[3]
+    R = keys.shape[2]
     config = config or tuned.select(
         "select_4bit",
         config_for(B * K * G, M, pending_slots, simt.target((q, signs))),
@@ -157,7 +159,8 @@ def _select(how: tuple[Any, ...], *args: Array) -> tuple[Array, Array]:
 
     @simt.over_rows(functools.partial(_select, how))
     def run(*args: Array) -> tuple[Array, Array]:
-        ends, (q, slots, keys, *codes) = args[:4], args[4:]
+        ends = args[:4]
+        q, slots, keys, *codes = args[4:]
         blocks = heads * shares.blocks
         scores = simt.kernel(
             functools.partial(
@@ -191,8 +194,11 @@ def _scores(
     """Scores of candidates in the first `blocks` and of pending keys in the others, as `shares`
     divides them.
     """
-    (G, _, D, M), (R, pending_slots), block = sizes, pending, simt.special("ctaid.x")
-    codes, scratch = (signs_m, sizes_m, weights_m), (table_m, queries_m)
+    G, _, D, M = sizes
+    R, pending_slots = pending
+    block = simt.special("ctaid.x")
+    codes = (signs_m, sizes_m, weights_m)
+    scratch = (table_m, queries_m)
     place = rerank.Place(block, sizes, shares[0])
     with when(block < blocks):
         slot = place.slot(slots_m)  # loaded together with `found`
@@ -220,7 +226,9 @@ def _exact(
     q_m: Any, keys_m: Any, queries_m: Any, place: rerank.Place, R: int, kind: Any
 ) -> Word:
     """q.k of this thread's key, q rounded to the dtype of keys."""
-    D, t, bf16 = place.sizes[2], simt.special("tid.x"), kind == jnp.bfloat16
+    D = place.sizes[2]
+    t = simt.special("tid.x")
+    bf16 = kind == jnp.bfloat16
     queries = simt.shared_address(queries_m)
 
     def both(two: Word) -> list[Word]:

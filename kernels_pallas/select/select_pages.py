@@ -115,7 +115,8 @@ def select_pages(
     assert not isinstance(keys, int)
     if limit := unsupported(q, low, high, keys, group_reduce, room, unit, pending_slots, steps):
         raise NotImplementedError(limit)
-    (B, K, G, D), P = q.shape, low.shape[2]
+    B, K, G, D = q.shape
+    P = low.shape[2]
     H = G if group_reduce == "per_head" else steps
     config = config or tuned.select(
         "select_pages",
@@ -133,9 +134,11 @@ def select_pages(
         softmax=int(group_reduce in SOFTMAX),
     )
     ends = (simt.by_step(x, K) for x in (*span, *pending[1:], count))
-    q, order = q.astype(low.dtype), (1, 1)
+    q = q.astype(low.dtype)
+    order = (1, 1)
     if steps > 1:  # as a model has them
-        q, order = jnp.swapaxes(q.reshape(B, K, steps, -1, D), 1, 2), (K, steps)
+        q = jnp.swapaxes(q.reshape(B, K, steps, -1, D), 1, 2)
+        order = (K, steps)
     rows = (a.reshape(B * K, -1, D) for a in (q, low, high))
     how = _How(group_reduce, room, unit, scale, pending_slots, local, steps, order, config)
     pages, found = _select(how, *ends, keys.reshape(-1, *keys.shape[-2:]), *rows)
@@ -181,7 +184,8 @@ def _select(how: _How, *args: Array) -> tuple[Array, Array]:
 
     @simt.over_rows(functools.partial(_select, how))
     def run(*args: Array) -> tuple[Array, Array]:
-        ends, arrays = args[:5], args[5:]
+        ends = args[:5]
+        arrays = args[5:]
         outs = [jax.ShapeDtypeStruct((rows, G, n), jnp.float32) for n in sizes]
         if summed:
             outs.append(jax.ShapeDtypeStruct((rows, G, tiles, 2), jnp.float32))
@@ -223,13 +227,15 @@ def _score(
     """Scores of pages in the first `blocks`, with statistics by tile; scores of pending tokens
     in the others, for the heads of one step at a time, or for an equal part of them if there
     are more than 8."""
-    (rows, G, P, D), block = shape, simt.special("ctaid.x")
+    rows, G, P, D = shape
+    block = simt.special("ctaid.x")
     passes = passes_of(G // how.steps)
     pending_rows = rows * how.steps * passes
     of_step = G // how.steps // passes
     tiles = -(-P // score.TILE)
     lane = simt.special("tid.x") & 31
-    quad, col = lane >> 2, lane & 3
+    quad = lane >> 2
+    col = lane & 3
     start_at, stop_at, pending_start_at, pending_stop_at = zip(
         (start_m, stop_m, pending_start_m, pending_stop_m), shared_by, strict=True
     )

@@ -23,7 +23,8 @@ from kvjax.kernels_pallas.simt import (
 
 # Words of `small`, after totals of warps: for the length of this block's list, and for those of
 # all blocks' lists.
-LENGTH, LENGTHS = 32, 33
+LENGTH = 32
+LENGTHS = 33
 
 
 class Out(NamedTuple):
@@ -152,12 +153,15 @@ def write_by_rank(
 
     `lists` has the lists of the other blocks, that of the next block first.
     """
-    part, share = simt.part(), tiling.THREADS // blocks  # threads that write to a block
+    # Threads that write to a block.
+    part = simt.part()
+    share = tiling.THREADS // blocks
     lengths = [
         simt.load_shared(small + (((part + b) & (blocks - 1)) + LENGTHS) * 4)
         for b in range(1, blocks)
     ]
-    firsts, longest = [word(0)], word(0)
+    firsts = [word(0)]
+    longest = word(0)
     for n in lengths:
         firsts.append(firsts[-1] + n)
         longest = (longest > n).select(longest, n)

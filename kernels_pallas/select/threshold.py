@@ -94,7 +94,8 @@ class Bins:
             0: (1, self.base + size_of_bin - 1),
             histogram.BINS - 1: (beyond, 0xFFFFFFFF - beyond),
         }
-        low, size = (place << self.shift) + self.base, word(size_of_bin)
+        low = (place << self.shift) + self.base
+        size = word(size_of_bin)
         if self.gap:
             middle = (self.gap[0] - self.base) >> self.shift
             widths[middle] = self.gap[0], self.skipped + size_of_bin
@@ -165,7 +166,9 @@ def lower_bound(
 
     def within() -> list[Word]:
         """The bound within a bin that has most of the range: the bin is counted again."""
-        low_now, size_now, need = low, size, got.need
+        low_now = low
+        size_now = size
+        need = got.need
         for turn, by in ((2, 21), (1, 10)):
             at = hist + turn * histogram.PASS * 4
             histogram.clear(at)
@@ -235,7 +238,9 @@ def last_place(row: Held, wanted: Word, hist: Word, bins: Bins, blocks: int) -> 
                 ]
 
             got = find(n, place, need)
-            least, need, above = least + (got.bin << by), got.need, above + got.above
+            least = least + (got.bin << by)
+            need = got.need
+            above = above + got.above
         return [low, size, shift, least, need, got.many, above, got.beside]
 
     def is_long(state: list[Word]) -> Flag:

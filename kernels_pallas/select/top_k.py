@@ -230,7 +230,10 @@ class _Elements:
     """
 
     def __init__(self, first: Fetch, again: Fetch, U: int, config: Config):
-        self.fetches, self.again, self.U, self.config = iter((first,)), again, U, config
+        self.fetches = iter((first,))
+        self.again = again
+        self.U = U
+        self.config = config
         self.steps = tiling.steps(U, config)[2]
         self.held = self._of(first, word(0)) if self.steps == 1 else None
 
@@ -258,7 +261,8 @@ def select_row(
     `first(i)` gives the keys of `fours(i, U, config)` at their first use, `again(i)` after it.
     `bins` are counted before digits, where they leave fewer keys to sort.
     """
-    blocks, capacity = config.blocks, candidates(k)
+    blocks = config.blocks
+    capacity = candidates(k)
     t = simt.special("tid.x")
     hist, own, *spare, small = (simt.shared_address(m) for m in scratch_m)
     elements = _Elements(first, again, U, config)
@@ -286,12 +290,15 @@ def select_row(
     most = min(capacity, candidates(k, SORTED * blocks))
     if bins is None:
         high, _, low, _, need, _ = found(0, start)
-        valid, few = word(k) - need, high.equals(0)
+        valid = word(k) - need
+        few = high.equals(0)
         high = few.select(FIRST, high)
     else:
         elements.each(lambda pairs: threshold.count(first_pass, pairs, bins.place))
         of = histogram.find_bin(first_pass, word(k), blocks, of_earlier=False)
-        valid, few, many = of.wanted, of.wanted < k, (of.wanted - of.need + of.many) > most
+        valid = of.wanted
+        few = of.wanted < k
+        many = (of.wanted - of.need + of.many) > most
         high, low = simt.branch(
             many, lambda: found(0, start)[0:3:2], [bins.extent(of.bin)[0], word(0)]
         )
@@ -480,7 +487,10 @@ def _list(
     keys_m: Any, kept_m: Any, lists_m: Any, lengths_m: Any, *scratch_m: Any, U: int, k: int, config: Config,
     bins: Bins | None,
 ) -> None:  # fmt: skip
-    t, row, part, blocks = simt.special("tid.x"), simt.row(), simt.part(), config.blocks
+    t = simt.special("tid.x")
+    row = simt.row()
+    part = simt.part()
+    blocks = config.blocks
     hist, own, *spare, small = (simt.shared_address(m) for m in scratch_m)
     keys, kept = (
         simt.offset_rows(simt.global_address(m), row, n * 4)
@@ -501,7 +511,8 @@ def _list(
         low = none.select(FIRST, place << DIGITS[0][1])
         listed = word(k) - need + none.select(0, many)
     else:
-        low, listed = bins.extent(place)[0], wanted - need + many
+        low = bins.extent(place)[0]
+        listed = wanted - need + many
     fits = listed <= candidates(k)
     with when(t.equals(0) & (listed > candidates(k))):
         ptx("st.global.u32 [$0], $1;", to_length, TOO_MANY)
@@ -525,13 +536,17 @@ def _rank(
     lists_m: Any, lengths_m: Any, keys_m: Any, *others_m: Any, outs: int, U: int, k: int, config: Config,
     bins: Bins | None,
 ) -> None:  # fmt: skip
-    t, row, part, blocks = simt.special("tid.x"), simt.row(), simt.part(), config.blocks
+    t = simt.special("tid.x")
+    row = simt.row()
+    part = simt.part()
+    blocks = config.blocks
     sums, own, *_, small = (simt.shared_address(m) for m in others_m[outs:])
     keys, lists, of_row = (
         simt.offset_rows(simt.global_address(m), row, n * 4)
         for m, n in ((keys_m, U), (lists_m, blocks * 2 * candidates(k)), (lengths_m, blocks))
     )
-    out, scratch_m = Out.of(k, *others_m[:outs]), others_m[outs:]
+    out = Out.of(k, *others_m[:outs])
+    scratch_m = others_m[outs:]
     first_length = simt.load(of_row)
     with when(first_length.differs(TOO_MANY)):
         # Shared memory has the lists one after the other; `small` where each begins, how long

@@ -65,7 +65,8 @@ def smem_bytes(k: int, config: Config | None = None) -> int:
 
 def unsupported(parts: Parts, group_reduce: str, k: int) -> str | None:
     """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
-    G, U = parts[0][0].shape[2], sum(scores.shape[3] for scores, _ in parts)
+    G = parts[0][0].shape[2]
+    U = sum(scores.shape[3] for scores, _ in parts)
     if not 1 <= G <= MOST_HEADS:
         return (
             f"the kernel top_k_grouped takes 1 to {MOST_HEADS} query heads a kv head; got {G}"
@@ -105,7 +106,8 @@ def top_k_grouped(
     scores[-1], valid = jnp.pad(scores[-1], ragged), jnp.pad(valid, ragged)
     valid = valid.reshape(-1, valid.shape[-1])
     flat = [s.reshape(B * K * H, G // H, s.shape[3]) for s in scores]
-    rows, U = B * K * H, sum(part.shape[3] for part in scores)
+    rows = B * K * H
+    U = sum(part.shape[3] for part in scores)
     config = config or tuned.select(
         "top_k_grouped",
         config_for(rows, U, simt.target((*scores, valid))),
@@ -154,7 +156,8 @@ def _select(
             group_reduce=group_reduce,
             config=config,
         )
-        launch, args = top_k.launch_of(rows, config), [valid, *given]
+        launch = top_k.launch_of(rows, config)
+        args = [valid, *given]
         if config.parted:
             if summed:
                 sums = simt.kernel(
@@ -198,7 +201,8 @@ class _Row:
         self.heads = heads
         self.group_reduce = group_reduce
         self.config = config
-        self.U, self.row = sum(sizes), simt.row()
+        self.U = sum(sizes)
+        self.row = simt.row()
         self.valid = simt.offset_rows(
             simt.global_address(valid_m), simt.divide(self.row, shared_by), self.U
         )
@@ -309,7 +313,9 @@ def _program(
 def _statistics(*refs: Any, row: Callable[..., _Row]) -> None:
     """The first launch without clusters: the `logsum` state of each head over a block's units."""
     *inputs, sums_m, stats_m = refs
-    of, stats, warp = row(*inputs), simt.shared_address(stats_m), simt.special("tid.x") >> 5
+    of = row(*inputs)
+    stats = simt.shared_address(stats_m)
+    warp = simt.special("tid.x") >> 5
     states = _sums_of_block(of, stats)
     with when((warp < of.heads) & (simt.special("tid.x") & 31).equals(0)):
         at = (of.row * of.heads + warp) * of.config.blocks + simt.part()
@@ -341,7 +347,8 @@ def _count(*refs: Any, row: Callable[..., _Row], summed: bool, bins: Bins) -> No
 def _sums_of_block(of: _Row, stats: Word) -> list[Word]:
     """The `logsum` state of head h over the valid units of this block, in warp h."""
     thread = simt.special("tid.x")
-    lane, warp = thread & 31, thread >> 5
+    lane = thread & 31
+    warp = thread >> 5
     stride = tiling.THREADS * 4 * of.config.blocks
     nothing = [word(x) for x in NOTHING]
     sums: list[Word] = []
@@ -385,8 +392,10 @@ def _log_sums(of: _Row, stats_m: Any) -> LoadLogs:
     stats = simt.shared_address(stats_m)
     blocks = of.config.blocks
     thread = simt.special("tid.x")
-    of_block, logs = stats + 4 * STATS, stats + 4 * (STATS + 2 * MOST_HEADS)
-    lane, warp = thread & 31, thread >> 5
+    of_block = stats + 4 * STATS
+    logs = stats + 4 * (STATS + 2 * MOST_HEADS)
+    lane = thread & 31
+    warp = thread >> 5
     states = _sums_of_block(of, stats)
     with when((warp < of.heads) & lane.equals(0)):
         simt.store_shared(of_block + warp * 8, *states)

@@ -83,7 +83,9 @@ def select_units(kernel: str, inputs: Inputs, how: How) -> tuple[jax.Array, jax.
     """(units i32[rows, room], count i32[rows]): those of the highest keys, the one of lowest
     rank last.
     """
-    rows, room, config = how.rows, how.room, how.config
+    rows = how.rows
+    room = how.room
+    config = how.config
     U = sum(part.shape[2] for part in inputs.parts)
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), inputs)
     args, tree = jax.tree.flatten(inputs)
@@ -223,7 +225,8 @@ class _Row:
     def keys(self, at: Word, end: int, loaded: list[list[Word]] | None = None) -> list[Word]:
         """The keys of the units at .. at + 3."""
         units = self.by_unit(loaded or self.load(at, end)) if self.heads <= HEADS else []
-        begin, size = self.start, self.length
+        begin = self.start
+        size = self.length
         if end > self.S:
             stored = at < self.S
             begin = stored.select(begin, self.pending_start + self.S)
@@ -240,7 +243,8 @@ def _count_units(row: _Row, keys_m: Any, kept_m: Any, hist_m: Any, logs_m: Any) 
     """The first launch without clusters: keeps the keys of a row, and how many of a block's
     fall into each bin.
     """
-    U, config = row.U, row.how.config
+    U = row.U
+    config = row.how.config
     keys = simt.offset_rows(simt.global_address(keys_m), row.row, U * 4)
     kept = simt.offset_rows(
         simt.global_address(kept_m), row.row, config.blocks * histogram.KEPT * 4
@@ -274,7 +278,10 @@ def _count_units(row: _Row, keys_m: Any, kept_m: Any, hist_m: Any, logs_m: Any) 
 
 def _select_units(row: _Row, slots_m: Any, found_m: Any, *refs: Any) -> None:
     """The kernel of a cluster."""
-    how, U, S, config = row.how, row.U, row.S, row.how.config
+    how = row.how
+    U = row.U
+    S = row.S
+    config = row.how.config
     is_held = tiling.in_one_step(U, config)
     keys_m, (hist_m, small_m, logs_m, *lists_m) = (
         (None, refs) if is_held else (refs[0], refs[1:])
@@ -286,7 +293,8 @@ def _select_units(row: _Row, slots_m: Any, found_m: Any, *refs: Any) -> None:
     here.clear()
     if not is_held:
         histogram.clear(here.hist + histogram.PASS * 4)
-    ahead, depth = Loads(), row.depth
+    ahead = Loads()
+    depth = row.depth
     goes_on = 0 < whole < steps and 1 < depth <= unroll
 
     def load_ahead() -> None:
@@ -352,7 +360,8 @@ def _select_units(row: _Row, slots_m: Any, found_m: Any, *refs: Any) -> None:
     if is_held:
         held = InRegisters(elements_of(word(0), first, U, config))
     else:  # candidates go to lists; if there are too many for these, keys go to device memory
-        once, lists = elements._Once(first), simt.shared_address(lists_m[0])
+        once = elements._Once(first)
+        lists = simt.shared_address(lists_m[0])
         kept = simt.offset_rows(simt.global_address(keys_m), row.row, U * 4)
         bound = lower_bound(once, row.wanted, here.hist, row.bins, U, config)
         bound = row.wanted.equals(0).select(0xFFFFFFFF, bound)
@@ -390,7 +399,8 @@ def log_sums(
     `parts` is the address of the warps' statistics, `n` per head; `pending` has scores in f16,
     or in f32 if not `half`. `loads` starts other loads meanwhile."""
     thread = simt.special("tid.x")
-    lane, warp = thread & 31, thread >> 5
+    lane = thread & 31
+    warp = thread >> 5
     share = (tiling.THREADS // 32) // heads  # warps of a head
     part = simt.divide(warp, heads)
     head = warp - part * heads

@@ -111,7 +111,8 @@ def swapped_row(row: Word, K: int, T: int, H: int = 1) -> Word:
     if K == 1 or T == 1:
         return row
     of_step, of_head, of_all = (divide(row, n) for n in (H, T * H, K * T * H))
-    head, step = of_head - of_all * K, of_step - of_head * T
+    head = of_head - of_all * K
+    step = of_step - of_head * T
     return ((of_all * T + step) * K + head) * H + (row - of_step * H)
 
 
@@ -132,5 +133,6 @@ def span_of(start: Numbers, stop: Numbers, row: Word, size: int, local: int = 0)
     """The first slot of a row's span [start, stop - local) among `size` slots, and the number
     of slots.
     """
-    first, end = clipped(number_of(start, row), size), number_of(stop, row) - local
+    first = clipped(number_of(start, row), size)
+    end = number_of(stop, row) - local
     return [first, instr("max.s32", instr("min.s32", end, size) - first, 0)]

@@ -113,7 +113,8 @@ def target(operands: Sequence[Any] = ()) -> Target:
         return wanted
     if (device := _device(operands)) is None:
         return DEFAULT
-    kind, capability = device.device_kind, str(getattr(device, "compute_capability", ""))
+    kind = device.device_kind
+    capability = str(getattr(device, "compute_capability", ""))
     multiprocessors = getattr(device, "core_count", None) or getattr(device, "num_cores", None)
     if kind in CARDS:
         known = card(kind)

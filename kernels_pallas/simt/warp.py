@@ -49,7 +49,9 @@ def warp_sum(x: Word) -> Word:
 
 def sum_of_next_lanes(x: Word) -> Word:
     """The sum of x over the lanes of a warp that come after this one."""
-    lane, upward = special("laneid"), x  # of this lane and those after it
+    # Of this lane and those after it.
+    lane = special("laneid")
+    upward = x
     for gap in (1, 2, 4, 8, 16):
         other = ptx(
             "shfl.sync.down.b32 $0, $1, $2, 31, -1;", upward, gap, results=1, convergent=True
@@ -107,7 +109,8 @@ def wgmma(
     each = len(sums[0])
     results = each * len(sums)
     left = [x for own in lefts for four in own for x in four]
-    low, high = results * 2 + len(left), results * 2 + len(left) + 1
+    low = results * 2 + len(left)
+    high = results * 2 + len(left) + 1
     code = [
         "{ .reg .b32 " + ", ".join(f"d{i}" for i in range(results)) + ", at; .reg .b64 matrix; "
     ]
@@ -144,7 +147,8 @@ def products(
     """`wgmma` if `wide`; else the same by `mma`, with the same operands."""
     if wide:
         return wgmma(sums, lefts, right, steps, lead)
-    found, at = [list(x) for x in sums], right + (special("tid.x") & 31) * 4
+    found = [list(x) for x in sums]
+    at = right + (special("tid.x") & 31) * 4
     for s, step in enumerate(steps):
         for c in range(len(found[0]) // 4):
             of_column = [load_shared(at + (step + half * lead + c * 128)) for half in range(2)]

@@ -37,7 +37,8 @@ TWOS = 0x40004000  # the bits that alone are the number 2, in both halves of a w
 def unsupported(q: Any, bits: Any, step: Any) -> str | None:
     """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
     *_, G, D = q.shape
-    S, groups = bits.shape[2], step.shape[2]
+    S = bits.shape[2]
+    groups = step.shape[2]
     if D % LANES or D == 0:
         return f"the TPU's kernel score_1bit takes head sizes that 128 divides; got D={D}"
     if not 1 <= G <= HEADS:
@@ -61,7 +62,8 @@ def score_1bit(
     """
     if limit := unsupported(q, bits, step):
         raise NotImplementedError(limit)
-    (B, K, G, D), S = q.shape, bits.shape[2]
+    B, K, G, D = q.shape
+    S = bits.shape[2]
 
     # Up to four heads fill a register of eight rows twice, for two groups.
     heads = HEADS // 2 if G <= HEADS // 2 else HEADS
@@ -127,7 +129,8 @@ def _program(
     def score_part(part: Array, carry: int) -> int:
         # Scores of keys without any bit, [8, groups].
         groups = pl.ds(pl.multiple_of(part * LANES, LANES), LANES)
-        step, zero = step_ref[0, 0, groups], zero_ref[0, 0, groups]
+        step = step_ref[0, 0, groups]
+        zero = zero_ref[0, 0, groups]
         least = product(queries, zero, (1, 1))
         least -= product(queries, step, (1, 1))
 

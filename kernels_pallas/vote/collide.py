@@ -173,11 +173,13 @@ def _votes(
     turned: int | None, config: Config, q: Array, ids: Array, counts: Array, limits: Array
 ) -> Array:
     rows, S, N = ids.shape
-    G, (B, T) = q.shape[1], limits.shape
+    G = q.shape[1]
+    B, T = limits.shape
 
     @simt.over_rows(partial(_votes, turned, config))
     def run(q: Array, ids: Array, counts: Array, limits: Array) -> Array:
-        of_query, sizes = [q, counts, limits], (rows // B, G, N, T)
+        of_query = [q, counts, limits]
+        sizes = (rows // B, G, N, T)
         if config.apart:
             rank = simt.kernel(
                 partial(_rank, sizes=sizes, turned=turned),
@@ -205,7 +207,8 @@ def _rank(
 ) -> None:  # fmt: skip
     """The kernel that ranks: the votes that each pattern of a subspace earns, packed in words."""
     _, G, N, _ = sizes
-    block, t = simt.special("ctaid.x"), simt.special("tid.x")
+    block = simt.special("ctaid.x")
+    t = simt.special("tid.x")
     row = simt.divide(block, N)
     n = block - row * N
     earned = simt.shared_address(earned_m)
@@ -226,7 +229,8 @@ def _rank(
 
     @loop(t * 4, width * PATTERNS, width * 128 * 4)
     def _write(i: Word) -> None:
-        w, pattern = i >> 8, i & (PATTERNS - 1)
+        w = i >> 8
+        pattern = i & (PATTERNS - 1)
         four = simt.load_shared(earned + (w * PITCH + pattern) * 4, 4)
         at = simt.offset(out, ((w * N + n) * PATTERNS + pattern) * 4)
         ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", at, *four)
@@ -235,13 +239,15 @@ def _rank(
 def _vote(*refs, sizes: Sizes, S: int, turned: int | None, config: Config) -> None:
     """The votes for the keys of a block."""
     n = 3 if config.apart else 5
-    (ids_m, *of_query, out_m), (table_m, *of_ranks, ring_m) = refs[:n], refs[n:]
+    ids_m, *of_query, out_m = refs[:n]
+    table_m, *of_ranks, ring_m = refs[n:]
     _, G, N, _ = sizes
     block = simt.special("ctaid.x")
     row = simt.divide(block, config.parts)
     part = block - row * config.parts
     size = -(-S // (config.parts * 32)) * 32  # keys of a block
-    start, stop = part * size, (part + 1) * size
+    start = part * size
+    stop = (part + 1) * size
     stop = (stop < S).select(stop, S)
     ids = simt.global_address(ids_m)
     out = simt.global_address(out_m)
@@ -289,8 +295,11 @@ class _Table:
     """The votes that patterns earn, as table[pattern][copy, subspace, word]."""
 
     def __init__(self, table: Word, G: int, N: int, config: Config):
-        self.table, self.N, self.width = table, N, -(-G // 4)
-        self.t, self.words = simt.special("tid.x"), N * self.width
+        self.table = table
+        self.N = N
+        self.width = -(-G // 4)
+        self.t = simt.special("tid.x")
+        self.words = N * self.width
         self.which = self.t & (self.words - 1)
         step = 128 * config.warpgroups // self.words  # fours of patterns at once
         self.fours = [
@@ -303,7 +312,8 @@ class _Table:
         """
         n = simt.divide(self.which, self.width)
         first = ((self.which - n * self.width) * self.N + n) * pitch
-        load, final = f"ld.{space}.v4.u32 {{$0, $1, $2, $3}}, [$4];", PATTERNS // 4 - 1
+        load = f"ld.{space}.v4.u32 {{$0, $1, $2, $3}}, [$4];"
+        final = PATTERNS // 4 - 1
         return [
             ptx(load, place(first + (i < final).select(i, final) * 4), results=4)
             for i in self.fours
@@ -340,9 +350,17 @@ class _Votes:
         N: int,
         config: Config,
     ):
-        self.ids, self.ring, self.table, self.start, self.stop = ids, ring, table, start, stop
-        self.G, self.S, self.N, self.config = G, S, N, config
-        self.threads, self.width = 128 * config.warpgroups, -(-G // 4)
+        self.ids = ids
+        self.ring = ring
+        self.table = table
+        self.start = start
+        self.stop = stop
+        self.G = G
+        self.S = S
+        self.N = N
+        self.config = config
+        self.threads = 128 * config.warpgroups
+        self.width = -(-G // 4)
         self.turn = self.threads * config.keys  # keys of a turn
 
     def _mine(self) -> tuple[Word, list[Word], Word]:
@@ -354,13 +372,18 @@ class _Votes:
         In this order, lanes use all banks of the ring and of the table; a load of two words
         serves one half of the lanes after the other.
         """
-        t, by_4 = simt.special("tid.x"), self.N // 4
+        t = simt.special("tid.x")
+        by_4 = self.N // 4
         lane = t & 31
-        above, copies = lane >> 2, 32 // (self.N * self.width)
+        above = lane >> 2
+        copies = 32 // (self.N * self.width)
         if self.width == 1:
-            begin, copy, key = simt.divide(lane, 128 // self.N), above & (copies - 1), lane
+            begin = simt.divide(lane, 128 // self.N)
+            copy = above & (copies - 1)
+            key = lane
         else:
-            begin, copy = above & (by_4 - 1), simt.divide(above, by_4) & (copies - 1)
+            begin = above & (by_4 - 1)
+            copy = simt.divide(above, by_4) & (copies - 1)
             key = (lane & 3) + (simt.divide(above, by_4) << 2) + begin * (32 // by_4)
         return t - lane + key, [(begin + i) & (by_4 - 1) for i in range(by_4)], copy
 
@@ -390,8 +413,12 @@ class _Votes:
         """Writes the votes of the block's keys, once the table is complete and copies of
         `stages` turns have begun.
         """
-        G, N, threads, width = self.G, self.N, self.threads, self.width
-        keys, stages = self.config.keys, self.config.stages
+        G = self.G
+        N = self.N
+        threads = self.threads
+        width = self.width
+        keys = self.config.keys
+        stages = self.config.stages
         mine, order, copy = self._mine()
         lane = simt.special("laneid")
         # 128 in the byte that is taken.

@@ -30,7 +30,9 @@ from kvjax.kernels_pallas import simt, tuned
 from kvjax.kernels_pallas.simt import Word, loop, ptx, when, word
 
 MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/most_voted.json
-BINS, COPIES = 256, 32  # a copy for each lane, in a bank of its own
+# A copy for each lane, in a bank of its own.
+BINS = 256
+COPIES = 32
 OWN = BINS // 32  # bins of a lane
 BYTES = 16  # votes that a thread reads at once
 HIGH = 0x80808080  # the highest bits of the bytes of a word
@@ -164,10 +166,15 @@ def _program(
 ) -> None:  # fmt: skip
     """Counts the votes of a block, or selects by the counts that `kept` has, or both."""
     *arrays_m, copies_m, bins_m, every_m, before_m, warps_m = refs[len(shared_by) :]
-    scratch_m, (S, room, local) = (copies_m, bins_m, every_m, before_m, warps_m), sizes
-    blocks, threads = config.blocks, 128 * config.warpgroups
-    t, part, row = simt.special("tid.x"), simt.part(), simt.row()
-    lane, warp = t & 31, t >> 5
+    scratch_m = (copies_m, bins_m, every_m, before_m, warps_m)
+    S, room, local = sizes
+    blocks = config.blocks
+    threads = 128 * config.warpgroups
+    t = simt.special("tid.x")
+    part = simt.part()
+    row = simt.row()
+    lane = t & 31
+    warp = t >> 5
     length, wanted, *complement = [
         simt.number_of(number, row) for number in zip(refs, shared_by, strict=False)
     ]
@@ -245,13 +252,16 @@ def _program(
     through = _scan(total, lane)
     all_votes = simt.from_lane(through, 31)
     reach = all_votes - through  # votes of the lanes above
-    least, above = word(0), word(0)
+    least = word(0)
+    above = word(0)
     for i in reversed(range(OWN)):
         more = reach + mine[i]
         here = (more >= wanted) & (reach < wanted)
-        least, above = here.select(lane * OWN + i, least), here.select(reach, above)
+        least = here.select(lane * OWN + i, least)
+        above = here.select(reach, above)
         reach = more
-    least, above = simt.warp_sum(least), simt.warp_sum(above)
+    least = simt.warp_sum(least)
+    above = simt.warp_sum(above)
     least = wanted.equals(0).select(BINS - 1, least)
     few = all_votes < wanted  # then all are selected: those above 0, and those of 0
     zero = simt.load_shared(every)
@@ -265,7 +275,8 @@ def _program(
     ]
     taken_before = simt.warp_sum(simt.sum_of(more_before))
     same_before = simt.load_shared(before + least * 4)
-    least_bytes, more_bytes = least * 0x01010101, (least + 1) * 0x01010101
+    least_bytes = least * 0x01010101
+    more_bytes = (least + 1) * 0x01010101
     none_more = least.equals(BINS - 1)
 
     @loop(start, stop, tile, [taken_before, same_before])
@@ -294,18 +305,21 @@ def _program(
         simt.block_barrier()
         sums = _scan((lane < threads // 32).select(of_warp, 0), lane)
         ahead = upto - own + warp.equals(0).select(0, simt.from_lane(sums, (warp - 1) & 31))
-        a, level = before[0] + (ahead & 0xFFFF), before[1] + (ahead >> 16)
+        a = before[0] + (ahead & 0xFFFF)
+        level = before[1] + (ahead >> 16)
         # Places for those of the least vote, from here on.
         left = (level < spare).select(spare - level, 0)
 
         def first_of_same() -> list[Word]:
-            kept, rest = [], left
+            kept = []
+            rest = left
             for x in same:
                 part = word(0)
                 for byte in range(4):
                     bit = x & (0x80 << (8 * byte))
                     takes = bit.differs(0) & rest.differs(0)
-                    part, rest = takes.select(part | bit, part), takes.select(rest - 1, rest)
+                    part = takes.select(part | bit, part)
+                    rest = takes.select(rest - 1, rest)
                 kept.append(part)
             return kept
 

@@ -51,15 +51,21 @@ class Ranks:
         `first` on; `scratch` has room for the counts, for the votes that patterns earn, and for
         queries."""
         shared_by, self.G, self.N, self.T = sizes
-        self.first, self.share, self.turned, self.warps = first, share, turned, 4 * warpgroups
+        self.first = first
+        self.share = share
+        self.turned = turned
+        self.warps = 4 * warpgroups
         q, counts, limits = (simt.global_address(m) for m in given)
         self.counts, self.earned, self.queries = (simt.shared_address(m) for m in scratch)
         self.q = simt.offset_rows(q, row, self.G * self.N * 32)
         counts = simt.offset_rows(counts, row * self.N + first, PATTERNS * 4)
         limits = simt.offset_rows(limits, simt.divide(row, shared_by), self.T * 4)
         self.bounds = self.queries + self.G * self.N * 32
-        t, threads, fours = simt.special("tid.x"), 128 * warpgroups, share * PATTERNS // 4
-        lane, warp = t & 31, t >> 5
+        t = simt.special("tid.x")
+        threads = 128 * warpgroups
+        fours = share * PATTERNS // 4
+        lane = t & 31
+        warp = t >> 5
         self.mine = [t + i for i in range(0, fours, threads)]
         load = "ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$4];"
         self.loaded = [
@@ -89,9 +95,11 @@ class Ranks:
 
     def find(self) -> None:
         """Writes the votes that patterns earn, from one barrier to the next."""
-        G, T = self.G, self.T
+        G = self.G
+        T = self.T
         t = simt.special("tid.x")
-        lane, warp = t & 31, t >> 5
+        lane = t & 31
+        warp = t >> 5
         for i, four in zip(self.mine, self.loaded, strict=True):
             numbers = [instr("cvt.rn.f32.u32", x) for x in four]
             with when(i < self.share * PATTERNS // 4):
@@ -104,7 +112,8 @@ class Ranks:
             simt.store_shared(self.bounds + t * 4, instr("cvt.rn.f32.u32", limit))
 
         def put(head: Word, x: list[Word]) -> None:
-            at, per = self.queries + (head * 32 + lane) * self.N, self.N // 4
+            at = self.queries + (head * 32 + lane) * self.N
+            per = self.N // 4
             values = "{" + ", ".join(f"${i + 1}" for i in range(per)) + "}"
             ptx(f"st.shared.v{per}.u32 [$0], {values};", at, *rotated(x, self.turned))
 
@@ -113,7 +122,8 @@ class Ranks:
         if self.warps < G:  # as in a block of 128 threads
             loop(warp + self.warps, G, self.warps)(lambda head: put(head, self._channels(head)))
         simt.block_barrier()
-        jobs, at_once = self.share * G, 32 // LANES
+        jobs = self.share * G
+        at_once = 32 // LANES
 
         @loop(warp * at_once, jobs, self.warps * at_once)
         def _job(first: Word) -> None:
@@ -153,9 +163,13 @@ class Ranks:
         all bits at the edge.
         """
         if step < 0:
-            others, edge, exists = [*x[1:], self._next(x[0])], -1, self.lane < LANES - 1
+            others = [*x[1:], self._next(x[0])]
+            edge = -1
+            exists = self.lane < LANES - 1
         else:
-            others, edge, exists = [self._last(x[-1]), *x[:-1]], 0, self.lane > 0
+            others = [self._last(x[-1]), *x[:-1]]
+            edge = 0
+            exists = self.lane > 0
         found = [a ^ b for a, b in zip(x, others, strict=True)]
         found[edge] = exists.select(found[edge], 0xFFFFFFFF)
         return found
@@ -202,7 +216,8 @@ class Ranks:
         more bits.
 
         As f32 the words are ordered numbers, in the order of s if those bits differ."""
-        first, magnitude = word(0), word(0)
+        first = word(0)
+        magnitude = word(0)
         # Bit j of a pattern is the sign of channel j.
         for y, sign in zip(x, self.signs, strict=False):
             first = instr("fma.rn.f32", sign, y, first)  # summed in the order of channels
@@ -218,7 +233,8 @@ class Ranks:
         # numbers as f32.
         exponent = instr("mul.f32", magnitude, simt.real(1.01)) >> 23
         scale = instr("min.u32", word(276) - exponent, 254) << 23
-        keys, rest = [], word(0)
+        keys = []
+        rest = word(0)
         for i, total in enumerate(totals):
             s = instr("abs.f32", total)
             bits = instr("fma.rz.f32", s, scale, simt.real(2.0**23))
@@ -322,7 +338,8 @@ class Ranks:
         lane = self.lane
 
         def exchanged(*state: Word) -> tuple[Flag, list[Word]]:
-            s, p = list(state[:PAIRS]), list(state[PAIRS:])
+            s = list(state[:PAIRS])
+            p = list(state[PAIRS:])
             wrong = []
             for i in (*range(0, PAIRS, 2), *range(1, PAIRS - 1, 2)):
                 wrong.append(s[i] > s[i + 1])
@@ -331,14 +348,17 @@ class Ranks:
                         wrong[-1].select(a[i + 1], a[i]),
                         wrong[-1].select(a[i], a[i + 1]),
                     )
-            up, down = [self._next(a[0]) for a in (s, p)], [self._last(a[-1]) for a in (s, p)]
-            low, high = (s[-1] > up[0]) & (lane < LANES - 1), (s[0] < down[0]) & (lane > 0)
+            up = [self._next(a[0]) for a in (s, p)]
+            down = [self._last(a[-1]) for a in (s, p)]
+            low = (s[-1] > up[0]) & (lane < LANES - 1)
+            high = (s[0] < down[0]) & (lane > 0)
             for a, of_next, of_last in zip((s, p), up, down, strict=True):
                 a[-1], a[0] = low.select(of_next, a[-1]), high.select(of_last, a[0])
             return _any([*wrong, low]), [*s, *p]
 
         found = simt.repeat([*(score(p) for p in patterns), *patterns], exchanged)
-        s, patterns = found[:PAIRS], found[PAIRS:]
+        s = found[:PAIRS]
+        patterns = found[PAIRS:]
         loaded, opposite = (
             [_word_of(counts, p ^ turn) for p in patterns] for turn in (0, 0xFF)
         )

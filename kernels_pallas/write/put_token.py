@@ -28,7 +28,8 @@ from kvjax.kernels_pallas.simt import Word, loop, ptx, when, word
 
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/put_token.json
 CHUNK = 16  # bytes
-THREADS, STEP_THREADS = 128, 512  # of a block that stores one token of a row, or several
+THREADS = 128  # of a block that stores one token of a row
+STEP_THREADS = 512  # of a block that stores several
 
 Zone = tuple[Array, Array, Array]  # keys and values [B, K, S, D], count i32[B]
 
@@ -89,9 +90,11 @@ def _run(
 def _put(zones: int, *args: Array) -> tuple[Array, ...]:
     @simt.over_rows(functools.partial(_put, zones))
     def run(*args: Array) -> tuple[Array, ...]:
-        changed, given = args[: 3 * zones + 1], args[3 * zones + 1 :]
+        changed = args[: 3 * zones + 1]
+        given = args[3 * zones + 1 :]
         B, K, _, D = changed[0].shape
-        slots, width = tuple(a.shape[2] for a in changed[:-1:3]), D * changed[0].dtype.itemsize
+        slots = tuple(a.shape[2] for a in changed[:-1:3])
+        width = D * changed[0].dtype.itemsize
         program = functools.partial(_program, slots=slots, heads=K, width=width)
         if given[0].dtype != bool:
             program = functools.partial(
@@ -109,7 +112,9 @@ def _put(zones: int, *args: Array) -> tuple[Array, ...]:
 
 def _program(*refs: Any, slots: tuple[int, ...], heads: int, width: int) -> None:
     *kept, overflow, active, given = (simt.global_address(m) for m in refs)
-    chunks, row, t = width // CHUNK, simt.special("ctaid.x"), simt.special("tid.x")
+    chunks = width // CHUNK
+    row = simt.special("ctaid.x")
+    t = simt.special("tid.x")
     zones = list(
         zip(
             kept[::3],
@@ -126,7 +131,8 @@ def _program(*refs: Any, slots: tuple[int, ...], heads: int, width: int) -> None
         ptx("ld.global.u8 $0, [$1];", simt.offset(a, row), results=1)
         for a in (overflow, active)
     )
-    left, taken = due.differs(0), []
+    left = due.differs(0)
+    taken = []
     for count, (*_, capacity) in zip(counts, zones, strict=True):
         taken.append(left & (count < capacity))
         left = left & (count >= capacity)
@@ -134,7 +140,8 @@ def _program(*refs: Any, slots: tuple[int, ...], heads: int, width: int) -> None
     @loop(t, heads * chunks, THREADS)
     def _move(i: Word) -> None:
         head = simt.divide(i, chunks)
-        code, at = "ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$4];", i * CHUNK
+        code = "ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$4];"
+        at = i * CHUNK
         token = [
             ptx(
                 code,
@@ -163,7 +170,9 @@ def _program_of_some(
     *refs: Any, slots: tuple[int, ...], heads: int, tokens: int, width: int
 ) -> None:
     *kept, overflow, due, given = (simt.global_address(m) for m in refs)
-    chunks, row, t = width // CHUNK, simt.special("ctaid.x"), simt.special("tid.x")
+    chunks = width // CHUNK
+    row = simt.special("ctaid.x")
+    t = simt.special("tid.x")
     zones = list(
         zip(
             kept[::3],
@@ -185,13 +194,15 @@ def _program_of_some(
         free = (count < capacity).select(word(capacity) - count, 0)
         firsts.append(first)
         taken.append((left < free).select(left, free))
-        first, left = first + taken[-1], left - taken[-1]
+        first = first + taken[-1]
+        left = left - taken[-1]
 
     @loop(t, heads * tokens * chunks, STEP_THREADS)
     def _move(i: Word) -> None:
         number = simt.divide(i, chunks)
         head = simt.divide(number, tokens)
-        token, at = number - head * tokens, (i - number * chunks) * CHUNK
+        token = number - head * tokens
+        at = (i - number * chunks) * CHUNK
         whole = [simt.offset_rows(given, row * 2 + n, heads * tokens * width) for n in range(2)]
         code = "ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$4];"
         words = [
