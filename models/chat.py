@@ -84,10 +84,16 @@ class Chat:
         template: Mapping[str, Any] | None,
         processors: Processors,
     ) -> None:
-        self._checkpoint, self._make_cache, self._capacity = checkpoint, make_cache, capacity
-        self._max_new_tokens, self._sampling, self._key = max_new_tokens, sampling, key
+        self._checkpoint = checkpoint
+        self._make_cache = make_cache
+        self._capacity = capacity
+        self._max_new_tokens = max_new_tokens
+        self._sampling = sampling
+        self._key = key
         self.messages = [] if system is None else [{"role": "system", "content": system}]
-        self._template, self._processors, self._draft = template, processors, draft
+        self._template = template
+        self._processors = processors
+        self._draft = draft
         self._run: Stream | None = None  # of the last answer
         self._fed: list[int] = []  # the tokens in the cache before that answer
         self._restored: Cache | None = None  # of `_fed`, until the first answer after it
@@ -137,7 +143,8 @@ class Chat:
         """
         from kvjax.cache.saving import save  # loads orbax, which an answer does not need
 
-        folder, held = Path(directory), self._held
+        folder = Path(directory)
+        held = self._held
         step = capacity = None
         if held and self.cache is not None:
             step = save(folder / "cache", self.cache)
@@ -177,9 +184,11 @@ class Chat:
         if folder.is_dir() and kept["step"] in saved_steps(folder):
             like = self._make_cache(kept["capacity"])
             cache = restore(folder, like, step=kept["step"])
-        self._run, self._restored = None, cache
+        self._run = None
+        self._restored = cache
         self._fed = [] if cache is None else list(kept["tokens"])
-        self.messages, self._turns = list(kept["messages"]), kept["turns"]
+        self.messages = list(kept["messages"])
+        self._turns = kept["turns"]
         return self
 
     def _start(self, messages: list[dict[str, Any]], max_new_tokens: int | None) -> Stream:
@@ -198,7 +207,9 @@ class Chat:
         # All keys need another rotation.
         if cache is not None and outgrown(cache, np.array([needed])).size:
             self._run = self._restored = None
-            cache, known, unread = None, [], ids
+            cache = None
+            known = []
+            unread = ids
         if cache is None:
             rounded = round_capacity(needed, positions=positions)
             cache = self._make_cache(rounded if self._capacity is None else self._capacity)

@@ -514,7 +514,8 @@ class Checkpoint:
         capacity = _given("capacity", capacity)
         max_new_tokens = _given("max_new_tokens", max_new_tokens)
         rows = [self.encode(prompt, template=template) for prompt in prompts]
-        longest, positions = max(map(len, rows)), self.config.max_positions
+        longest = max(map(len, rows))
+        positions = self.config.max_positions
         new = (
             default_new_tokens(longest, positions) if max_new_tokens is None else max_new_tokens
         )
@@ -544,7 +545,8 @@ class Checkpoint:
         self, cache: Any, run: _Request, slots: int, draw: Sampling, key: Array | None
     ) -> list[list[int]]:
         """The tokens of each prompt, from an engine; they draw as the rows of one batch would."""
-        stop, new = run.settings["stop_tokens"], run.settings["max_new_tokens"]
+        stop = run.settings["stop_tokens"]
+        new = run.settings["max_new_tokens"]
         by: Any = {
             "slots": slots,
             "capacity": run.capacity,

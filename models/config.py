@@ -285,7 +285,8 @@ class DecoderConfig:
         """Raises ValueError if a policy turns keys by another RoPE than the model. Warns of
         codes of biased keys.
         """
-        D, fixed = self.head_dim, self.rotated == self.head_dim and not self.rope.by_length
+        D = self.head_dim
+        fixed = self.rotated == self.head_dim and not self.rope.by_length
         parts = [
             (i, part)
             for i, layer in enumerate(cache.layers[: self.layers])
@@ -500,7 +501,8 @@ def read_common(
             raise ValueError(
                 f"{name} in {fields.source} is {short_repr(value)}, which is not supported: {allowed}"
             )
-    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    hidden = fields.integer("hidden_size")
+    heads = fields.integer("num_attention_heads")
     # Null means as many as query heads in every family.
     stated = fields.raw.get("num_key_value_heads", kv_heads)
     size = fields.integer("head_dim", head_dim)
@@ -512,7 +514,8 @@ def read_common(
         size = hidden // heads
     positions = fields.integer("max_position_embeddings", positions)
     rope = read_rope(fields, positions, takes) if rope is None else rope
-    field, activation = activation, fields.text(activation, "silu")
+    field = activation
+    activation = fields.text(activation, "silu")
     if activation not in ACTIVATIONS:
         raise ValueError(
             f"{field} in {fields.source} is {activation!r}, which is not supported; use one of {', '.join(ACTIVATIONS)}"

@@ -181,7 +181,8 @@ class MLP(nnx.Module):
     def __init__(
         self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: np.dtype, size: int | None = None
     ):
-        hidden, inner = config.hidden_size, size or config.intermediate_size
+        hidden = config.hidden_size
+        inner = size or config.intermediate_size
         common: dict[str, Any] = {
             "bias": config.mlp_bias,
             "scale": config.initializer_range,

@@ -17,7 +17,8 @@ from .config import (
 )
 from .llama import BACKBONE, OUT_BIAS, QKV_BIAS
 
-_MLP, _OWN = "model.layers.{i}.mlp.", "layers.{i}.mlp."
+_MLP = "model.layers.{i}.mlp."
+_OWN = "layers.{i}.mlp."
 _WEIGHTS = (
     Weight("model.layers.{i}.self_attn.sinks", "layers.{i}.attention.sinks"),
     Weight(_MLP + "router.weight", _OWN + "router.kernel"),

@@ -78,7 +78,8 @@ def _renamed(weight: Weight) -> Weight:
 
 def _conv(kind: str, suffix: str, *, transposed: bool) -> tuple[Weight, ...]:
     """Rows of the projections of a short convolution: their kernels or their biases."""
-    layer, own = "model.layers.{i}.conv.", "layers.{i}.mixer."
+    layer = "model.layers.{i}.conv."
+    own = "layers.{i}.mixer."
     inputs = tuple(f"{own}{name}.{suffix}" for name in ("gate_in", "gate_out", "inner"))
     return (
         Weight(

@@ -65,7 +65,8 @@ def expert_weights(
         (expert + down, "down"),
         (router, "router.kernel"),
     )
-    layer, own = "model.layers.{i}.", "layers.{i}.mlp."
+    layer = "model.layers.{i}."
+    own = "layers.{i}.mlp."
     return tuple(Weight(f"{layer}{n}.weight", own + path) for n, path in names)
 
 
@@ -89,7 +90,8 @@ def configure_smollm3(fields: Fields) -> DecoderConfig:
     common = read_common(
         fields, kv_heads=4, head_dim=None, positions=32768, takes=takes, tied=True
     )
-    layers, every = common["layers"], fields.integer("no_rope_layer_interval", 4)
+    layers = common["layers"]
+    every = fields.integer("no_rope_layer_interval", 4)
     has_rope = fields.raw.get("no_rope_layers")  # 1 where a layer has it
     if has_rope is None:
         has_rope = [int((i + 1) % every != 0) for i in range(layers)]
@@ -109,7 +111,8 @@ def configure_smollm3(fields: Fields) -> DecoderConfig:
     )
     windows = read_layer_types(fields, layers, window)
     windows = windows or tuple(window if i in unrotated else None for i in range(layers))
-    bias, mlp_bias = fields.flag("attention_bias", False), fields.flag("mlp_bias", False)
+    bias = fields.flag("attention_bias", False)
+    mlp_bias = fields.flag("mlp_bias", False)
     settings: dict[str, Any] = {
         "unrotated": unrotated,
         "windows": windows,

@@ -111,7 +111,8 @@ class ShortConvolution(nnx.Module):
     def __init__(
         self, config: DecoderConfig, sizes: ShortConv, *, rngs: nnx.Rngs, dtype: np.dtype
     ):
-        hidden, bias = config.hidden_size, config.mixer_bias
+        hidden = config.hidden_size
+        bias = config.mixer_bias
         common: dict[str, Any] = {
             "bias": bias,
             "scale": config.initializer_range,

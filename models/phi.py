@@ -50,7 +50,8 @@ def _with_longrope(fields: Fields) -> Fields:
     """The fields with the RoPE types "su" and "yarn", as early Phi-3 configs call it, replaced
     by "longrope".
     """
-    raw, inside = dict(fields.raw), False
+    raw = dict(fields.raw)
+    inside = False
     for name in ("rope_scaling", "rope_parameters"):
         scaling = raw.get(name)
         if isinstance(scaling, dict):

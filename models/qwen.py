@@ -74,7 +74,8 @@ def read_experts(
 
 def configure_qwen2_moe(fields: Fields) -> DecoderConfig:
     common = read_common(fields, kv_heads=16, head_dim=None, positions=32768)
-    layers, window = common["layers"], None
+    layers = common["layers"]
+    window = None
     if fields.flag("use_sliding_window", False):
         window = (
             fields.integer("sliding_window", None) if "sliding_window" in fields.raw else 4096
@@ -90,7 +91,8 @@ def configure_qwen2_moe(fields: Fields) -> DecoderConfig:
 
 def configure_qwen3_moe(fields: Fields) -> DecoderConfig:
     common = read_common(fields, kv_heads=4, head_dim=None, positions=32768)
-    layers, window = common["layers"], None
+    layers = common["layers"]
+    window = None
     if fields.flag("use_sliding_window", False):
         window = (
             fields.integer("sliding_window", None) if "sliding_window" in fields.raw else 4096

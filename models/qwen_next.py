@@ -16,7 +16,8 @@ from .gated_delta import GatedDelta
 from .llama import BACKBONE, OUT_BIAS, QKV_BIAS, expert_weights
 from .qwen import QK_NORM, SHARED_EXPERT, read_experts
 
-_FILE, _OWN = "model.layers.{i}.linear_attn.", "layers.{i}.mixer."
+_FILE = "model.layers.{i}.linear_attn."
+_OWN = "layers.{i}.mixer."
 
 
 def configure_qwen3_next(fields: Fields) -> DecoderConfig:

@@ -166,8 +166,10 @@ class Yarn(Rope):
         low = self._channel(self.beta_fast, head_dim)
         high = self._channel(self.beta_slow, head_dim)
         if self.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, head_dim - 1)
+            low = math.floor(low)
+            high = math.ceil(high)
+        low = max(low, 0)
+        high = min(high, head_dim - 1)
         width = high - low if high != low else 0.001
         channels = np.arange(head_dim // 2, dtype=np.float32)
         kept = 1 - np.clip((channels - low) / width, 0, 1)

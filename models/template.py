@@ -48,7 +48,8 @@ class Template:
     """
 
     def __init__(self, tokenizer: Any, directory: Any) -> None:
-        self._tokenizer, self._directory = tokenizer, directory
+        self._tokenizer = tokenizer
+        self._directory = directory
 
     def render(self, messages: Messages, settings: Mapping[str, Any] | None, **how: Any) -> str:
         """The text of a conversation.

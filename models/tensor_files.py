@@ -36,7 +36,8 @@ AHEAD = 1 << 29  # bytes of tensors that threads work on ahead of the caller
 THREADS = 4
 # Rows and columns that a CPU transposes at a time, with a gap between rows so that they do not
 # share places in its cache: 2.2 GB/s of bf16 on a core, where XLA and numpy reach 1.0 and 0.3.
-BLOCK, GAP = (128, 256), 8
+BLOCK = (128, 256)
+GAP = 8
 ALIGNED = 64  # bytes; JAX takes such an array of the host as an array of the CPU without a copy
 
 # The values that a code of MXFP4 stands for.
@@ -162,7 +163,8 @@ class Mxfp4:
 @cache
 def _pairs() -> np.ndarray:
     """The two bfloat16 of a byte of MXFP4, as u32[scale * 256 + byte]."""
-    codes, exponents = np.arange(256), np.arange(256)[:, None, None] - 127
+    codes = np.arange(256)
+    exponents = np.arange(256)[:, None, None] - 127
     with np.errstate(over="ignore"):
         numbers = np.ldexp(np.stack([E2M1[codes & 15], E2M1[codes >> 4]], axis=-1), exponents)
         return numbers.astype(FLOATS["BF16"]).view(np.uint32).reshape(-1)
@@ -248,7 +250,8 @@ def place(jobs: Iterable[tuple[T, list[Part]]]) -> Iterator[tuple[T, list[Array]
 
 def _send(part: Part, default: Any) -> Any:
     """In a thread: a part as it is to be on a CPU, or as the file has it on another device."""
-    device, array = part.devices[0] or default, np.asarray(part.view)
+    device = part.devices[0] or default
+    array = np.asarray(part.view)
     if device.platform == "cpu":
         return write(array, part.dtype, transposed=part.transposed)
     with jax.default_device(default):
@@ -297,7 +300,8 @@ def write(array: np.ndarray, dtype: np.dtype, *, transposed: bool) -> np.ndarray
         block = np.empty((rows, columns + GAP), dtype)
         bits = f"u{dtype.itemsize}"  # numpy copies bfloat16 one by one
         for at in np.ndindex(shape[:-2]):
-            one, turned = array[at], out[at]
+            one = array[at]
+            turned = out[at]
             for i in range(0, one.shape[0], rows):
                 for j in range(0, one.shape[1], columns):
                     part = one[i : i + rows, j : j + columns]

@@ -59,7 +59,8 @@ class FileTokenizer:
     def __init__(
         self, tokenizer: Any, config: dict[str, Any], whole: Callable[[], Any]
     ) -> None:
-        self._tokenizer, self._load = tokenizer, whole
+        self._tokenizer = tokenizer
+        self._load = whole
         self.chat_template: Any = config.get("chat_template")
         self._read_template = self.chat_template
         self.clean_up_tokenization_spaces = False  # as transformers has it for BPE
@@ -144,7 +145,8 @@ def read(directory: Path, whole: Callable[[], Any]) -> FileTokenizer | None:
     """
     with naming_absent("a tokenizer"):
         from tokenizers import Tokenizer
-    file, settings = directory / "tokenizer.json", directory / "tokenizer_config.json"
+    file = directory / "tokenizer.json"
+    settings = directory / "tokenizer_config.json"
     try:
         config = json.loads(settings.read_text(encoding="utf-8"))
         if not isinstance(config, dict) or config.get("tokenizer_class") not in AS_IN_THE_FILE:
@@ -161,7 +163,8 @@ def read(directory: Path, whole: Callable[[], Any]) -> FileTokenizer | None:
             return None
     except Exception:  # a damaged file: transformers says what is wrong
         return None
-    made, known = FileTokenizer(tokenizer, config, whole), tokenizer.get_added_tokens_decoder()
+    made = FileTokenizer(tokenizer, config, whole)
+    known = tokenizer.get_added_tokens_decoder()
     added = config.get("added_tokens_decoder", {})
     spelt = all(
         int(i) in known and known[int(i)].content == token.get("content")

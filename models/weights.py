@@ -72,19 +72,24 @@ FAMILIES: dict[str, Family] = {
     )
 }
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
 MOST_TOLD = 12  # problems that one error lists
 _BASE = "model."  # begins the names of all tensors but the head's
-_HEAD, _TABLE = "lm_head.weight", "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
+_TABLE = "model.embed_tokens.weight"
 _WITH_IMAGES = {  # and what their text_config is
     "gemma3": "gemma3_text",
     "mistral3": "mistral",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
-_TEXT, _IMAGES = "language_model.", ("vision_tower.", "multi_modal_projector.", "visual.")
+_TEXT = "language_model."
+_IMAGES = ("vision_tower.", "multi_modal_projector.", "visual.")
 _ROWS = 4096  # rows of these that are compared at a time
-_BLOCKS, _SCALES = "_blocks", "_scales"  # end the names of tensors in MXFP4
+# End the names of tensors in MXFP4.
+_BLOCKS = "_blocks"
+_SCALES = "_scales"
 
 
 def shipped() -> Path:
@@ -240,7 +245,8 @@ def model_shardings(
       ValueError: a rule for a name that no parameter has, or heads or an MLP that cannot be
         split evenly. A vocabulary that cannot be split stays whole.
     """
-    config, known = model.config, logical_axis_rules(placement)
+    config = model.config
+    known = logical_axis_rules(placement)
     for name in rules or {}:
         if name not in known:
             raise ValueError(
@@ -569,7 +575,8 @@ def read_settings(directory: Path) -> tuple[Checkpoint, Family, Fields, bool]:
     whole = Fields.read(directory / "config.json")
     fields = text_fields(whole)
     family = find_family(fields)
-    config, nothing = family.configure(fields), cast(Any, None)
+    config = family.configure(fields)
+    nothing = cast(Any, None)
     stop_tokens = read_stop_tokens(directory, fields, config.vocab_size)
     processors = read_processors(directory)
     found = Checkpoint(nothing, config, stop_tokens, directory, processors=processors)
@@ -580,7 +587,8 @@ def text_fields(fields: Fields) -> Fields:
     """The fields of the language model in a config of one that also sees images; others as they
     are.
     """
-    kind, text = fields.raw.get("model_type"), fields.group("text_config").raw
+    kind = fields.raw.get("model_type")
+    text = fields.group("text_config").raw
     if kind not in _WITH_IMAGES or not text:
         return fields
     shared = (
@@ -763,10 +771,12 @@ def has_own_head(tensors: Mapping[str, Tensor]) -> bool:
     """
     if _HEAD not in tensors or _TABLE not in tensors:
         return False
-    head, table = tensors[_HEAD], tensors[_TABLE]
+    head = tensors[_HEAD]
+    table = tensors[_TABLE]
     if head.shape != table.shape or not {head.dtype, table.dtype} <= FLOATS.keys():
         return True  # `match` then says what is wrong with it
-    heads, rows = head.view(mapped(head.file)), table.view(mapped(table.file))
+    heads = head.view(mapped(head.file))
+    rows = table.view(mapped(table.file))
     parts = [slice(i, i + _ROWS) for i in range(0, head.shape[0], _ROWS)]
     return any(not np.array_equal(heads[part], rows[part]) for part in parts)
 
@@ -794,7 +804,8 @@ class Source(NamedTuple):
 
     def shapes(self) -> list[tuple[int, ...]]:
         """The shapes of the tensors."""
-        shape, n = tuple(self.params[0].get_value().shape), len(self.params)
+        shape = tuple(self.params[0].get_value().shape)
+        n = len(self.params)
         if self.packed:
             experts, last, size = (
                 shape  # 32 numbers of a block follow each other along the input

@@ -177,7 +177,8 @@ class HeadBudgets(Evicting):
 
     def _best(self, score: Array, eligible: Array, slots: int) -> Selection:
         """Selects the best tokens of all heads together, at most `slots` per head."""
-        (B, K, _), share = score.shape, self._share(slots)
+        B, K, _ = score.shape
+        share = self._share(slots)
         own = ops.top_k(score, eligible, slots)  # highest score first
         score = jnp.take_along_axis(score, own.slots, axis=-1)
         certain = jnp.arange(slots, dtype=jnp.int32) < min(self.head_bounds[0], share)
@@ -192,7 +193,8 @@ class HeadBudgets(Evicting):
     def _settled(
         self, st: Any, valid: Array, takes: Array, leaving: Callable[[], tuple[Array, Array]]
     ) -> HeadBudgetsState:
-        counts, share = jnp.sum(valid, axis=-1, dtype=jnp.int32), self._share(st.tokens.slots)
+        counts = jnp.sum(valid, axis=-1, dtype=jnp.int32)
+        share = self._share(st.tokens.slots)
         # A short prompt is kept whole.
         limit = jnp.where((st.length <= share)[:, None], share, counts)
         counts, limit = (

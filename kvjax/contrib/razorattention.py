@@ -153,8 +153,11 @@ class Compensated(Policy):
     def prefill(
         self, st: CompensatedState, k: Array, v: Array, lengths: Array
     ) -> CompensatedState:
-        kept, T, sink = st.kept, k.shape[2], self._sink
-        first, end = self._first(kept, kept.length), self._first(kept, kept.length + lengths)
+        kept = st.kept
+        T = k.shape[2]
+        sink = self._sink
+        first = self._first(kept, kept.length)
+        end = self._first(kept, kept.length + lengths)
 
         def leaves(position: Array) -> Array:
             """bool[B, K, L]: which positions i32[B, K, L] this chunk evicts."""

@@ -40,10 +40,13 @@ def answer(
     """
     fed = [() if i is None else plan.fed[i] for i in asked]
     longest = max(map(len, plan.fed.values()))
-    seen, before = np.zeros(len(attending(cache))), 0
+    seen = np.zeros(len(attending(cache)))
+    before = 0
     if longest:
         done = feed(checkpoint, cache, logits, fed, room=max(room, question_columns(longest)))
-        cache, logits, before = done.cache, done.logits, int(done.steps)
+        cache = done.cache
+        logits = done.logits
+        before = int(done.steps)
         seen = np.asarray(done.attended, np.float64) * before
     active = np.array([i is not None for i in asked])
     answers, attended, steps = _decode(checkpoint, cache, logits, plan.task, active)
@@ -75,10 +78,13 @@ def _decode(
     """Answer and number of tokens of each row; mean tokens read per step by layer, and the row
     steps of that mean.
     """
-    tokenizer, stop_tokens = checkpoint.tokenizer, set(checkpoint.stop_tokens)
+    tokenizer = checkpoint.tokenizer
+    stop_tokens = set(checkpoint.stop_tokens)
     found: list[list[int]] = [[] for _ in active]
     texts = [""] * len(found)
-    attended, steps, left = np.zeros(len(attending(cache))), 0, task.max_new_tokens
+    attended = np.zeros(len(attending(cache)))
+    steps = 0
+    left = task.max_new_tokens
     even = -(-left // -(-left // PIECE))  # one program for all pieces
     while left and active.any():
         piece = min(left, even)
@@ -91,10 +97,13 @@ def _decode(
             stop_tokens=stop_tokens,
             measure=True,
         )
-        cache, logits, left = done.cache, done.logits, left - piece
+        cache = done.cache
+        logits = done.logits
+        left = left - piece
         new = int(done.lengths.sum())
         assert done.attended is not None
-        attended, steps = attended + done.attended * new, steps + new
+        attended = attended + done.attended * new
+        steps = steps + new
         active = active.copy()
         for row in np.flatnonzero(active):
             found[row] += done.rows[row]

@@ -216,7 +216,8 @@ def _with_accepted(
     found: list[Answer],
 ) -> Answer:
     """The last of the answers `found`, with `accepted`; as it is for a text of one token."""
-    answer, wanted = found[-1], _first(found, ())
+    answer = found[-1]
+    wanted = _first(found, ())
     made = _maker(checkpoint, row, tokens, max_new_tokens)
     if isinstance(made, str) or len(wanted) < 2:
         return answer

@@ -289,7 +289,8 @@ def _rounding(policy: Policy, budget: int) -> str:
     if not hasattr(inner, "selector"):
         return ""
     beside = inner.sink + inner.local + getattr(inner, "beside", 0)
-    reads, chosen = beside + inner.selected, f"{inner.selected // unit} pages of {unit} tokens"
+    reads = beside + inner.selected
+    chosen = f"{inner.selected // unit} pages of {unit} tokens"
     if unit == 1:
         chosen = f"{inner.selected} selected"
     return (

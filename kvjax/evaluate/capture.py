@@ -184,8 +184,10 @@ def read(cache: Cache) -> Live:
                 f"layer {i} has the policy {layer.policy}; make the cache with Recorded(steps=...)"
             )
         st: RecordedState = layer.state
-        counts, at = np.asarray(st.count), np.asarray(st.positions)
-        T, S = int(counts[0]), int(np.asarray(st.length)[0])
+        counts = np.asarray(st.count)
+        at = np.asarray(st.positions)
+        T = int(counts[0])
+        S = int(np.asarray(st.length)[0])
         if T == 0 or (counts != T).any() or (at[:, :T] != at[:1, :T]).any():
             raise ValueError(
                 f"rows must have recorded the same steps, at least one; they have {counts.tolist()}"

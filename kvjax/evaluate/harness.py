@@ -135,7 +135,8 @@ class KvjaxLM(TemplateLM):
         """
         more = {} if additional_config is None else dict(additional_config)
         settings = {**arg_dict}
-        directory, dtype = settings.pop("pretrained", None), settings.pop("dtype", None)
+        directory = settings.pop("pretrained", None)
+        dtype = settings.pop("dtype", None)
         size = settings.pop("batch_size", more.get("batch_size"))
         if size is not None:
             settings["batch"] = require_int("batch_size", _int(size), at_least=1)
@@ -241,7 +242,8 @@ class KvjaxLM(TemplateLM):
             (self.tok_encode(request.args[0]), *self._ends(request.args[1]))
             for request in requests
         ]
-        config, decode = self.checkpoint.config, self.checkpoint.tokenizer.decode
+        config = self.checkpoint.config
+        decode = self.checkpoint.tokenizer.decode
         capacity = padded_capacity(max(len(prompt) + limit for prompt, limit, _ in asked))
         spec = self.checkpoint.model.spec(batch=1, capacity=capacity)
         (row,) = check_rows(self.rows, spec, config)
@@ -279,7 +281,8 @@ class KvjaxLM(TemplateLM):
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
         """Log probability of each whole text, in windows of the model's positions."""
-        windows, owner = [], []
+        windows = []
+        owner = []
         for i, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0], add_special_tokens=False)
             for context, scored in get_rolling_token_windows(
@@ -360,13 +363,15 @@ class KvjaxLM(TemplateLM):
             room = question_columns(max(1, *map(len, fed)))
             done = feed(checkpoint, cache, logits, fed, targets, room=room)
             raise_on_overflow(done.cache)
-            nll, greedy = np.asarray(done.nll, np.float64), np.asarray(done.greedy)
+            nll = np.asarray(done.nll, np.float64)
+            greedy = np.asarray(done.greedy)
             found = {}
             for row, i in enumerate(asked):
                 if i is None:
                     continue
                 size = len(fed[row])
-                total, likeliest = -nll[row, :size].sum(), bool(greedy[row, :size].all())
+                total = -nll[row, :size].sum()
+                likeliest = bool(greedy[row, :size].all())
                 if skip[row]:
                     token = wanted[row][0]
                     total = total + first[row, token]

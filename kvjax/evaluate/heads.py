@@ -41,7 +41,8 @@ def scores(
     echo: list[np.ndarray] = []
     induction: list[np.ndarray] = []
     for done, layer in enumerate(seen.layers, 1):
-        q, k = np.asarray(layer.q, np.float64), np.asarray(layer.k, np.float64)
+        q = np.asarray(layer.q, np.float64)
+        k = np.asarray(layer.k, np.float64)
         B, T, N, D = q.shape
         grouped = q.reshape(B, T, k.shape[1], -1, D)
         logits = layer.scale * np.einsum("btkgd,bksd->bkgts", grouped, k)

@@ -47,7 +47,9 @@ class Work(NamedTuple):
 def works(length: int, batch: int) -> dict[str, Work]:
     """Operations by themselves, and steps of presets, at `length` tokens of `batch` rows."""
     spec = CacheSpec(batch=batch, capacity=length, dtype=jnp.dtype(jnp.bfloat16), **LAYER)
-    rows, G, D = batch * spec.kv_heads, spec.q_heads // spec.kv_heads, spec.head_dim
+    rows = batch * spec.kv_heads
+    G = spec.q_heads // spec.kv_heads
+    D = spec.head_dim
 
     def normal(seed: int, *shape: int, dtype: Any = jnp.float32) -> jax.Array:
         return jax.random.normal(jax.random.key(seed), shape, dtype)
@@ -82,7 +84,9 @@ def works(length: int, batch: int) -> dict[str, Work]:
 
     def step(policy: Any) -> tuple[Any, Any]:
         def run(cache: Any, q: Any, k: Any, v: Any) -> Any:
-            layers, outs = [], []  # an output that nobody reads is not computed
+            # An output that nobody reads is not computed.
+            layers = []
+            outs = []
             for layer in cache.layers:
                 out, layer = kvjax.attention(layer, q, k, v, flush=False)
                 # The next layer waits, and has the same query.
@@ -187,7 +191,8 @@ def measure(
 def _measured(
     work: Work, target: simt.Target | None, calls: int, reference: bool
 ) -> dict[str, Any]:
-    results, row = [], {}
+    results = []
+    row = {}
     for implementation in ("mosaic", "xla") if reference else ("mosaic",):
         run, args = work.make()
         with ExitStack() as stack:
@@ -223,7 +228,8 @@ def _measured(
 
 def _time(program: Any, args: Any, work: Work, calls: int) -> dict[str, float]:
     """Microseconds of a call in the kernels of each name."""
-    state, rest = args[0], args[1:]
+    state = args[0]
+    rest = args[1:]
 
     def call() -> Any:
         nonlocal state

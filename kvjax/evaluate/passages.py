@@ -187,8 +187,11 @@ def prepare(
     """Makes a plan for each length: the part of `perplexity` that needs no weights, with all
     its errors.
     """
-    config, lengths, steps = checkpoint.config, sorted(set(setting.lengths)), setting.steps
-    positions, limit = lengths[-1] - 1 + steps, config.max_positions
+    config = checkpoint.config
+    lengths = sorted(set(setting.lengths))
+    steps = setting.steps
+    positions = lengths[-1] - 1 + steps
+    limit = config.max_positions
     if limit is not None and positions > limit:
         shorter = f"a length of at most {limit + 1 - steps}, or " if steps <= limit else ""
         raise ValueError(
@@ -196,7 +199,8 @@ def prepare(
             f"{limit}; use {shorter}fewer steps"
         )
     names, passages = _passages(checkpoint, text, setting, lengths[-1])
-    model, plans = model_digest(checkpoint.directory), []
+    model = model_digest(checkpoint.directory)
+    plans = []
     for length in lengths:
         rows = tuple(
             (*prefix, *ids[at - length + len(prefix) : at + steps])
@@ -221,7 +225,9 @@ def run(
     """Scores what the plans still lack; see `perplexity`, and `kvjax.evaluate.plan.run` for
     `parallel`.
     """
-    cells, total, before = [], sum(plan.total for plan in plans), 0
+    cells = []
+    total = sum(plan.total for plan in plans)
+    before = 0
     for plan in plans:
 
         def advance(
@@ -285,7 +291,8 @@ def summarise(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     """A row for each cell with results: perplexity, and its ratio to the first cache's at that
     length, with standard errors; `tokens_read` is the mean over steps, KV heads and all layers.
     """
-    first, rows = _baselines(cells), []
+    first = _baselines(cells)
+    rows = []
     for cell in _done(cells):
         found, error = mean_perplexity(cell)
         row = {
@@ -314,13 +321,15 @@ def markdown(cells: Sequence[Cell]) -> str:
 
     Caches that were refused follow, each with its reason.
     """
-    lines, first = [], _baselines(cells)
+    lines = []
+    first = _baselines(cells)
     for cell, row in zip(_done(cells), summarise(cells), strict=True):
         change = ""
         if cell is not first.get(_length(cell)) and "ratio" in row:
             change = f"{100 * (row['ratio'] - 1):+.2f} ± {100 * row['ratio_stderr']:.2f} %"
         budget = "all" if row["budget"] is None else str(row["budget"])
-        read, found = f"{row['tokens_read']:.0f}", f"{row['perplexity']:.2f}"
+        read = f"{row['tokens_read']:.0f}"
+        found = f"{row['perplexity']:.2f}"
         lines.append([f"`{row['cache']}`", str(row["length"]), budget, read, found, change])
     head = [
         "cache",
@@ -435,7 +444,8 @@ def _stderr(x: np.ndarray) -> float:
 def _tokens(checkpoint: Checkpoint, text: str | Sequence[int]) -> tuple[list[int], list[int]]:
     """The token ids that begin every context, and those of the text."""
     if not isinstance(text, str):
-        ids, prefix = [int(i) for i in text], []
+        ids = [int(i) for i in text]
+        prefix = []
     else:
         tokenizer = checkpoint.tokenizer
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -456,7 +466,8 @@ def _passages(
         raise ValueError(
             f"batch={setting.batch} does not divide passages={setting.passages}; give a divisor of it"
         )
-    names, found = [], []
+    names = []
+    found = []
     for name, one in text.items() if isinstance(text, Mapping) else [("", text)]:
         prefix, ids = _tokens(checkpoint, one)
         try:

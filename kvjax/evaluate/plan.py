@@ -113,7 +113,8 @@ def prepare(
     fed = {example.id: tuple(example.question) for example in examples}
     order = sorted(range(len(ids)), key=lambda i: len(prompts[ids[i]]))
 
-    config, dtype = checkpoint.config, jnp.dtype(dtype)
+    config = checkpoint.config
+    dtype = jnp.dtype(dtype)
     new = max(map(len, fed.values())) + task.max_new_tokens
     spec = config.spec(1, _capacity(len(prompts[ids[order[-1]]]), new), dtype)
     if not rows:
@@ -139,7 +140,8 @@ def prepare(
         "name": checkpoint.directory.resolve().name,
         **{name: getattr(config, name) for name in sizes},
     }
-    cells, by_id = {}, {example.id: example for example in examples}
+    cells = {}
+    by_id = {example.id: example for example in examples}
     for row in rows:
         head = {
             "model": about,
@@ -187,7 +189,8 @@ def run(
     """
     batch = min(require_int("batch", batch, at_least=1), len(plan.prompts))
     require_int("parallel", parallel, at_least=1)
-    ids, source = list(plan.prompts), provenance()
+    ids = list(plan.prompts)
+    source = provenance()
 
     def report(what: str) -> None:
         if progress is not None:
@@ -196,7 +199,8 @@ def run(
     known = {
         name: {example["id"] for example in plan.cells[name].examples} for name in plan.policies
     }
-    names, size = list(plan.policies), len(plan.policies)
+    names = list(plan.policies)
+    size = len(plan.policies)
     if jax.default_backend() == "cpu":
         size = max(1, CPU_LAYERS // checkpoint.config.layers)
     for group, first in product(range(0, len(names), size), range(0, len(ids), batch)):
@@ -225,7 +229,8 @@ def run(
         found = _map(one, open_cells, parallel)
         for name in open_cells:
             report(name)
-            results, cell = next(found), plan.cells[name]
+            results = next(found)
+            cell = plan.cells[name]
             cell.add(results, source)
             known[name] = {example["id"] for example in cell.examples}
         del logits, prompts, one, found  # before the next prompts are read
@@ -272,7 +277,8 @@ def _answer_part(
 ) -> dict[str, Any]:
     """One batch of a cell: the answers of the cache `name` after the prompts `read`, to the
     examples `part` except those that are `known`."""
-    begin, (logits, prompts) = time.perf_counter(), read
+    begin = time.perf_counter()
+    logits, prompts = read
     asked = [i if i not in known[name] else None for i in part] + [None] * (
         logits.shape[0] - len(part)
     )
@@ -317,8 +323,10 @@ def _map(f: Callable[[str], T], names: Sequence[str], parallel: int) -> Iterator
 
 def _encode(checkpoint: Checkpoint, task: Task, example: Example) -> tuple[int, ...]:
     """Token ids of a prompt, if the model has positions for it and its answer."""
-    tokenizer, positions = checkpoint.tokenizer, checkpoint.config.max_positions
-    given, chat = example.prompt, task.chat and tokenizer.chat_template is not None
+    tokenizer = checkpoint.tokenizer
+    positions = checkpoint.config.max_positions
+    given = example.prompt
+    chat = task.chat and tokenizer.chat_template is not None
     if not isinstance(given, str):
         ids = list(given)
     else:

@@ -57,7 +57,8 @@ class Prompt(Policy):
         def zeros(*heads: int) -> Array:
             return jnp.zeros((spec.batch, *heads, spec.capacity, spec.head_dim), spec.dtype)
 
-        K, length = spec.kv_heads, jnp.zeros(spec.batch, jnp.int32)
+        K = spec.kv_heads
+        length = jnp.zeros(spec.batch, jnp.int32)
         return PromptState(zeros(K, spec.group), zeros(K), zeros(K), length)
 
     def prefill_observed(
@@ -125,7 +126,8 @@ def store(
     The recorded layers and their `rotated_for` stay valid. A layer that keeps a state of fixed
     size has the same one whatever the cache, so it is copied.
     """
-    layers, config = [], checkpoint.config
+    layers = []
+    config = checkpoint.config
     of_model: Any = {"scale": config.query_scale, "soft_cap": config.soft_cap}
     policies = map(policy.policy, itertools.count())  # of the layers with attention
     for layer, window in zip(prompts, config.windows, strict=True):
@@ -144,7 +146,9 @@ def _store(
     cache: LayerCache, q: Array, k: Array, v: Array, lengths: Array, **static: Any
 ) -> Any:
     # The prompt's attention output is unused, so XLA leaves it out.
-    q, k, v = ungroup(q, q.dtype), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+    q = ungroup(q, q.dtype)
+    k = jnp.swapaxes(k, 1, 2)
+    v = jnp.swapaxes(v, 1, 2)
     return attention(cache, q, k, v, lengths=lengths, first_chunk=True, **static)[1]
 
 

@@ -106,7 +106,9 @@ def reads(
                 f"{one} selects by the queries of a prompt, which live steps do not have"
             )
         empty = init_layer(one, layer.spec, placement)
-        steps, stored, base = [], 0, empty
+        steps = []
+        stored = 0
+        base = empty
         for run in runs:
             start = int(live.positions[run.start])
             first = start if prompt is None else min(prompt, start)
@@ -197,7 +199,9 @@ def _run(
     """Runs the steps of q [R, B, N, D] at positions start, start + 1, ...; k, v [B, K, S, D]
     are of the whole text.
     """
-    policy, spec, B = cache.policy, cache.spec, cache.spec.batch
+    policy = cache.policy
+    spec = cache.spec
+    B = cache.spec.batch
 
     def step(cache: Any, x: Any) -> tuple[Any, _Step]:
         qt, position = x

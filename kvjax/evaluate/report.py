@@ -211,7 +211,8 @@ def page(cells: Sequence[Cell]) -> str:
         f"{' or '.join(map(str, dense)) or 'none'} of {cells[0].head['model']['layers']}; a row that sets its own "
         f"number says so. {'; '.join(runs)}."
     )
-    name, dtype = cells[0].head["model"]["name"], cells[0].key["dtype"]
+    name = cells[0].head["model"]["name"]
+    dtype = cells[0].key["dtype"]
     return f"# {name}, {dtype}\n\n{how}\n\n{overview(cells)}{table(cells)}"
 
 

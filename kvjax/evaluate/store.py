@@ -231,7 +231,8 @@ def read_cells(folder: Path) -> list[Cell]:
 
 
 def _order(cell: Cell) -> tuple[str, int, int, str, int]:
-    task, known = cell.key["task"], list(REGISTRY)
+    task = cell.key["task"]
+    known = list(REGISTRY)
     preset = cell.method.partition(":")[0]
     place = known.index(preset) if preset in known else len(known)
     return (

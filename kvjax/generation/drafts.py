@@ -417,9 +417,11 @@ class _LookupDrafter:
         return None
 
     def propose(self, now: Round) -> Proposal:
-        one, L = jnp.ones_like(now.token), self.text.shape[1]
+        one = jnp.ones_like(now.token)
+        L = self.text.shape[1]
         text = _append(self.text, self.length, now.token[:, None], one)
-        n, place = self.length + 1, jnp.arange(L, dtype=jnp.int32)[None]
+        n = self.length + 1
+        place = jnp.arange(L, dtype=jnp.int32)[None]
         start = jnp.full_like(n, -1)  # where the continuation of the longest run begins
         # The i + 1 tokens that end at this place are the last i + 1 of the text.
         same = jnp.ones(text.shape, bool)
@@ -590,7 +592,8 @@ def _draft_step(
 ) -> tuple[Cache, Array]:
     """Feeds token i of `fed` i32[B, n] in the rows `takes` bool[B], and draws the one after."""
     token = lax.dynamic_slice_in_dim(fed, i, 1, axis=1)
-    own, whole = vocabulary_size(model), vocabulary_size(now.model)
+    own = vocabulary_size(model)
+    whole = vocabulary_size(now.model)
     if own is not None and whole is not None and own < whole:
         token = jnp.minimum(token, own - 1)  # the others are padding, which no text has
     with flushed():

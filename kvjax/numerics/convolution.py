@@ -12,7 +12,8 @@ def causal_conv(x: Array, kernel: Array, bias: Array | None = None, *, like: Arr
     """Each channel's sum of W adjacent tokens of x [B, W-1+T, C] by a kernel [W, C]: [B, T, C],
     summed in f32, in the dtype of `like`.
     """
-    W, T = kernel.shape[0], x.shape[1] - kernel.shape[0] + 1
+    W = kernel.shape[0]
+    T = x.shape[1] - kernel.shape[0] + 1
     weights = kernel.astype(jnp.float32)
     out = jnp.zeros((x.shape[0], T, x.shape[2]), jnp.float32)
     for i in range(W):  # W is 3 or 4

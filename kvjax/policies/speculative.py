@@ -397,7 +397,8 @@ class Speculative(Policy):
         more = None
         if decision.urgent is not None:
             # Places from R on are those of the new recall, which heads that wait for it read.
-            k, v = decision.previous.k, decision.previous.v
+            k = decision.previous.k
+            v = decision.previous.v
             more = now
             moved = jnp.where(decision.urgent, k.shape[2], 0)[..., None, None]
             read = read._replace(slots=read.slots + moved)

@@ -84,7 +84,8 @@ class SharedPrefixes:
         """
         least = tokens
         for policy in self.policies:
-            chunk, stay = policy.demote.leave, len(policy.demote.staying(policy.local))
+            chunk = policy.demote.leave
+            stay = len(policy.demote.staying(policy.local))
             whole = max(tokens - policy.sink - stay, 0) // chunk * chunk
             least = min(least, whole, policy.store.tokens)
         return least
@@ -193,7 +194,8 @@ class PrefixTree:
 
     def add(self, row: KeptRow) -> KeptRow | None:
         """Adds a row, and returns the one of the same tokens that it replaces."""
-        node, rest = self._root, row.tokens
+        node = self._root
+        rest = row.tokens
         while len(rest):
             child = node.children.get(int(rest[0]))
             if child is None:
@@ -201,13 +203,16 @@ class PrefixTree:
             same = same_tokens(child.label, rest)
             if same < len(child.label):
                 child = self._split(node, child, same)
-            node, rest = child, rest[same:]
-        old, node.row = node.row, row
+            node = child
+            rest = rest[same:]
+        old = node.row
+        node.row = row
         return old
 
     def remove(self, row: KeptRow) -> None:
         """Takes out a row, and the nodes that only it needed."""
-        path, rest = [self._root], row.tokens
+        path = [self._root]
+        rest = row.tokens
         while len(rest):
             child = path[-1].children[int(rest[0])]
             rest = rest[len(child.label) :]
@@ -228,7 +233,8 @@ class PrefixTree:
         """The row with which a prompt has most first tokens in common, and how many. With
         `whole` only rows of which the prompt continues all tokens count.
         """
-        node, matched = self._root, 0
+        node = self._root
+        matched = 0
         best: tuple[KeptRow | None, int] = (None, 0)
         while matched < len(prompt):
             child = node.children.get(int(prompt[matched]))
@@ -248,7 +254,8 @@ class PrefixTree:
     def beginnings(self, tokens: np.ndarray) -> list[KeptRow]:
         """The rows whose tokens are first tokens of these, without a row of all of them."""
         found = list[KeptRow]()
-        node, rest = self._root, tokens
+        node = self._root
+        rest = tokens
         while len(rest):
             child = node.children.get(int(rest[0]))
             if child is None or same_tokens(child.label, rest) < len(child.label):
@@ -277,7 +284,8 @@ class PrefixTree:
 
     def _any_below(self, node: _Node) -> KeptRow | None:
         """The row below a node that was used last."""
-        rows, nodes = list[KeptRow](), [node]
+        rows = list[KeptRow]()
+        nodes = [node]
         while nodes:
             one = nodes.pop()
             nodes += one.children.values()

@@ -99,7 +99,8 @@ def saved(
             f"{path} has prefixes of a model with other weights, settings or code; give the directory that this model "
             "saved"
         )
-    folder, rows = about.get("folder"), about.get("rows")
+    folder = about.get("folder")
+    rows = about.get("rows")
     if _number(folder) < 0 or not isinstance(folder, str) or not isinstance(rows, list):
         raise DamagedSaveError(
             f"{path / LIST} names no folder of rows; save the prefixes again"

@@ -166,7 +166,8 @@ def _look_at(policy: Any, law: str, error: Exception) -> str:
 
 
 def _small_spec(policy: Any) -> CacheSpec:
-    inner, capacity = core(policy), 200
+    inner = core(policy)
+    capacity = 200
     if has_history(policy):
         capacity = max(capacity, inner.demote.slots(inner.local) + 3 * inner.demote.leave)
     return CacheSpec(

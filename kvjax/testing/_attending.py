@@ -53,7 +53,8 @@ def budget_of_all_is_dense_attention(policy: Policy, spec: CacheSpec) -> None:
 
     The attention is exact, or, with a store of few bits, over the decoded values.
     """
-    policy, tokens = attending_to_all(policy, spec), random_tokens(spec)
+    policy = attending_to_all(policy, spec)
+    tokens = random_tokens(spec)
     edges = edge_lengths(policy, spec)
     edges += [edges[-1]] * (-len(edges) % spec.batch)
     for first in range(0, len(edges), spec.batch):
@@ -102,9 +103,11 @@ def order_of_chunks_does_not_matter(policy: Policy, spec: CacheSpec) -> None:
         not samples(policy),
         "keys are centred by their place in the history, so chunks cannot change places",
     )
-    tokens, lengths = random_tokens(spec, 7), np.full(spec.batch, spec.capacity - 2)
+    tokens = random_tokens(spec, 7)
+    lengths = np.full(spec.batch, spec.capacity - 2)
     cache, _ = fill(new_cache(policy, spec), tokens, lengths)
-    st, chunk = core_state(cache.state), core(policy).demote.leave
+    st = core_state(cache.state)
+    chunk = core(policy).demote.leave
     chunks = int(np.asarray(st.store.count).min()) // chunk
     require(
         chunks >= 2,
@@ -117,7 +120,8 @@ def order_of_chunks_does_not_matter(policy: Policy, spec: CacheSpec) -> None:
     def move(path: Any, leaf: Array) -> Array:
         if leaf.ndim < 3 or without_slots(path):
             return leaf
-        home, leaf = leaf.sharding, to_device(leaf)
+        home = leaf.sharding
+        leaf = to_device(leaf)
         blocks = leaf.reshape(*leaf.shape[:2], len(order), -1, *leaf.shape[3:])
         return jax.device_put(blocks[:, :, order].reshape(leaf.shape), home)
 
@@ -137,7 +141,8 @@ def every_token_is_in_one_zone(policy: Policy, spec: CacheSpec) -> None:
 
     Values are as their zone returns them.
     """
-    policy, tokens = attending_to_all(policy, spec), random_tokens(spec, 10)
+    policy = attending_to_all(policy, spec)
+    tokens = random_tokens(spec, 10)
     tokens = Tokens(tokens.q, np.ones_like(tokens.k), tokens.v)
     lengths = ragged_lengths(policy, spec)
     cache, _ = fill(new_cache(policy, spec), tokens, lengths)
@@ -170,7 +175,8 @@ def step_attends_to_the_positions_it_tells(policy: Policy, spec: CacheSpec) -> N
 
     If a policy weights tokens, `Info.log_weights` are added to their logits.
     """
-    tokens, lengths = random_tokens(spec, 22), ragged_lengths(policy, spec)
+    tokens = random_tokens(spec, 22)
+    lengths = ragged_lengths(policy, spec)
     cache, _ = fill(new_cache(policy, spec), tokens, lengths)
     for i in range(3):
         out, cache, info = step(cache, tokens, lengths + i)
@@ -214,7 +220,8 @@ def step_attends_to_what_is_held(policy: Policy, spec: CacheSpec) -> None:
     once for each of them.
     """
     require(evicts(policy), "the policy evicts nothing (no `evictor` with a `budget`)")
-    tokens, lengths = random_tokens(spec, 19), ragged_lengths(policy, spec)
+    tokens = random_tokens(spec, 19)
+    lengths = ragged_lengths(policy, spec)
     cache, _ = fill(new_cache(policy, spec), tokens, lengths)
     for i in range(3):
         out, cache, _ = step(cache, tokens, lengths + i)

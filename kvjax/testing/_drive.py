@@ -121,8 +121,10 @@ def edge_lengths(policy: Policy, spec: CacheSpec) -> list[int]:
     """The lengths at which zones become empty, full, or about to be flushed."""
     edges = {0, 1, CHUNK, spec.capacity - 1}
     if has_history(policy):
-        inner, first = core(policy), sink(policy)
-        chunk, block = inner.demote.leave, inner.demote.slots(inner.local)
+        inner = core(policy)
+        first = sink(policy)
+        chunk = inner.demote.leave
+        block = inner.demote.slots(inner.local)
         edges |= {first, first + 1, chunk - 1, chunk, chunk + 1, first + inner.local}
         edges |= {first + block - 1, first + block, first + block + 1, first + block + chunk}
     return sorted(n for n in edges if 0 <= n < spec.capacity)

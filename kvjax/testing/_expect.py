@@ -66,7 +66,8 @@ def zones(policy: Policy, spec: CacheSpec, length: int) -> tuple[list[list[int]]
     row of `length` tokens.
     """
     inner = core(policy)
-    leaving, staying = inner.demote.leaving(inner.local), inner.demote.staying(inner.local)
+    leaving = inner.demote.leaving(inner.local)
+    staying = inner.demote.staying(inner.local)
     limit = _slots(policy, spec) // inner.demote.leave
     chunks: list[list[int]] = []
     block: list[int] = []
@@ -95,7 +96,8 @@ def as_stored(
         getattr(core(policy), "value_window", None) is None,
         "values of the recent block are rounded by age, and this law is for tokens that are rounded when they leave it",
     )
-    k, v = k.astype(np.float32), v.astype(np.float32)
+    k = k.astype(np.float32)
+    v = v.astype(np.float32)
     chunks = zones(policy, spec, length)[0]
     store = core(policy).store
     # The values read for a chunk depend on the chunks before it.
@@ -129,7 +131,8 @@ def assert_close(
     `tolerance`.
     """
     assert np.isfinite(got).all(), f"{what}: not finite"
-    error, allowed = float(np.max(np.abs(got - want), initial=0.0)), tolerance(spec, policy)
+    error = float(np.max(np.abs(got - want), initial=0.0))
+    allowed = tolerance(spec, policy)
     assert error <= allowed, f"{what}: differs by {error:.2e}, allowed {allowed:.0e}"
 
 
@@ -257,5 +260,6 @@ def poison(cache: LayerCache) -> Any:
 
 
 def slots_of(selection: Any) -> list[set[int]]:  # by row, KV head and list
-    slots, valid = np.asarray(selection.slots), np.asarray(selection.valid)
+    slots = np.asarray(selection.slots)
+    valid = np.asarray(selection.valid)
     return [set(slots[i][valid[i]].tolist()) for i in np.ndindex(*slots.shape[:3])]

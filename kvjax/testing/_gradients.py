@@ -36,7 +36,8 @@ def gradients_are_those_of_attention(policy: Policy, spec: CacheSpec) -> None:
     lengths = np.array([CHUNK - (11 * b) % CHUNK for b in range(spec.batch)])
     inputs = _inputs(tokens, lengths)
     weights = [np.asarray(a, np.float64) for a in _weights(spec)]
-    dense, by = attending_to_all(policy, spec), "qkv"
+    dense = attending_to_all(policy, spec)
+    by = "qkv"
     try:
         grads, _ = _gradients(dense, spec, inputs, lengths, weights, by)
     except NotImplementedError as refusal:
@@ -184,7 +185,8 @@ def _compare(got: Inputs, want: list[list[np.ndarray]], spec: CacheSpec, when: s
             assert np.isfinite(ours).all(), (
                 f"{when}: the gradient by {name} of the {part} is not finite"
             )
-            error, size = np.abs(ours - exact).max(), np.abs(exact).max()
+            error = np.abs(ours - exact).max()
+            size = np.abs(exact).max()
             allowed = 20 * tolerance(spec) * max(size, 1.0)
             assert error <= allowed, (
                 f"{when}: the gradient by {name} of the {part} differs by {error:.2e} of {size:.2e}"

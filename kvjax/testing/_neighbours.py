@@ -44,7 +44,9 @@ block is full.
 MORE = {"step": 1, "decode": 5, "prompt": 7}  # tokens that a neighbour takes in a call
 
 _decode = jax.jit(decode, static_argnames=("window", "scale", "flush"))
-_flush, _rollback, _truncate = jax.jit(flush), jax.jit(rollback), jax.jit(truncate)
+_flush = jax.jit(flush)
+_rollback = jax.jit(rollback)
+_truncate = jax.jit(truncate)
 
 
 @dataclasses.dataclass
@@ -63,7 +65,8 @@ class Rows:
         chunk = self.tokens.at(self.lengths[:, None] + np.arange(T))
         out, cache = run(self.cache, *chunk, lengths=count, **settings)
         assert isinstance(cache, LayerCache)
-        self.cache, self.lengths = cache, self.lengths + count
+        self.cache = cache
+        self.lengths = self.lengths + count
         return np.asarray(out, np.float32)
 
 
@@ -75,13 +78,15 @@ def row_ignores_calls_of_other_rows(policy: Policy, spec: CacheSpec) -> None:
     are flushed, replaced, rolled back and shortened.
     """
     require(spec.batch > 1, "a cache of one row has no neighbours")
-    tokens, first = random_tokens(spec, 28), np.arange(spec.batch) == 0
+    tokens = random_tokens(spec, 28)
+    first = np.arange(spec.batch) == 0
 
     def outputs(
         start: np.ndarray, between: Callable[[Rows], None], beside: str
     ) -> list[np.ndarray]:
         cache, _ = fill(new_cache(policy, spec), tokens, start)
-        rows, outs = Rows(cache, tokens, start), []
+        rows = Rows(cache, tokens, start)
+        outs = []
         for kind, count in CALLS:
             others = MORE[kind] if kind == beside else 0
             outs.append(rows.take(kind, np.where(first, count, others))[0, :count])
@@ -120,9 +125,11 @@ def _between(
         rows.lengths = np.where(others, before, rows.lengths)
 
     def take_back(rows: Rows) -> None:
-        lengths, room = rows.lengths, np.asarray(policy.free(rows.cache.state))
+        lengths = rows.lengths
+        room = np.asarray(policy.free(rows.cache.state))
         rows.take("decode", np.minimum(2, room) * others, flush=False)
-        rows.cache, rows.lengths = _rollback(rows.cache, lengths), lengths
+        rows.cache = _rollback(rows.cache, lengths)
+        rows.lengths = lengths
 
     def shorten(rows: Rows) -> None:
         rows.lengths = np.where(others, rows.lengths * 3 // 4, rows.lengths)
@@ -156,7 +163,8 @@ def _lengths(policy: Policy, spec: CacheSpec, verb: str) -> np.ndarray:
     lengths = np.minimum(ragged_lengths(policy, spec), most)
     if has_history(policy):
         inner = core(policy)
-        full, chunk = sink(policy) + inner.demote.slots(inner.local), inner.demote.leave
+        full = sink(policy) + inner.demote.slots(inner.local)
+        chunk = inner.demote.leave
         for row in range(spec.batch):
             length = full - ((2, 1, 1) if verb == "flush" else (2, 17, 42))[row % 3]
             length += max(-(length - 1) // chunk, 0) * chunk

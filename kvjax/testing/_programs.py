@@ -24,7 +24,8 @@ from kvjax.testing._drive import CHUNK, fill, new_cache, random_tokens, step, wi
 
 def one_trace_serves_all_steps(policy: Policy, spec: CacheSpec) -> None:
     """Steps that differ in position, active rows and flushes run one program."""
-    tokens, traces = random_tokens(spec, 15), []
+    tokens = random_tokens(spec, 15)
+    traces = []
 
     @partial(jax.jit, donate_argnums=0)
     def run(

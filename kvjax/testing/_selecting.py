@@ -37,7 +37,8 @@ def selected_slots_are_valid_and_unique(policy: Policy, spec: CacheSpec) -> None
     """A step attends to the tokens that there are, up to its budget, and never twice to a
     token.
     """
-    tokens, lengths = random_tokens(spec, 8), ragged_lengths(policy, spec)
+    tokens = random_tokens(spec, 8)
+    lengths = ragged_lengths(policy, spec)
     cache, _ = fill(new_cache(policy, spec), tokens, lengths)
     inner = core(policy)
     for i in range(3):
@@ -81,7 +82,8 @@ def recall_grows_with_budget(policy: Policy, spec: CacheSpec) -> None:
         has_history(policy) and hasattr(inner, "select"),
         "the policy has no `select` over a history of chunks",
     )
-    tokens, lengths = random_tokens(spec, 9), ragged_lengths(policy, spec)
+    tokens = random_tokens(spec, 9)
+    lengths = ragged_lengths(policy, spec)
     cache, _ = fill(new_cache(policy, spec), tokens, lengths)
     state = core_state(cache.state)
     q = group_queries(jnp.asarray(tokens.at(lengths[:, None])[0][:, 0]), spec.kv_heads)
@@ -112,7 +114,9 @@ def recall_grows_with_budget(policy: Policy, spec: CacheSpec) -> None:
         return selection, mass_recall(selection, logits, jnp.concatenate(valid, axis=1))
 
     base = sink(policy) + inner.local + getattr(inner, "beside", 0)
-    unit, before, selected = inner.selector.unit, None, None
+    unit = inner.selector.unit
+    before = None
+    selected = None
     dense = {"dense_below": 0} if hasattr(inner, "dense_below") else {}
     for more in (unit, 3 * unit, spec.capacity):
         wider = with_fields(inner, budget=base + more, **dense)
@@ -124,7 +128,8 @@ def recall_grows_with_budget(policy: Policy, spec: CacheSpec) -> None:
         )
         kept = selected is None or all(a <= b for a, b in zip(selected, members, strict=True))
         assert kept, "a larger budget dropped a selected slot"
-        before, selected = mass, members
+        before = mass
+        selected = members
 
 
 def outstanding_key_is_read(policy: Policy, spec: CacheSpec) -> None:
@@ -141,7 +146,8 @@ def outstanding_key_is_read(policy: Policy, spec: CacheSpec) -> None:
     inner = core(policy)
     always = sink(policy) + inner.local + getattr(inner, "beside", 0)
     require(inner.budget > always, "the budget has no room for a selection")
-    tokens, lengths = random_tokens(spec, 23), ragged_lengths(policy, spec)
+    tokens = random_tokens(spec, 23)
+    lengths = ragged_lengths(policy, spec)
     rng = np.random.default_rng(23)
     places = np.zeros((spec.batch, spec.kv_heads), int)
     for b, n in enumerate(lengths):
@@ -173,7 +179,8 @@ def outstanding_key_is_read(policy: Policy, spec: CacheSpec) -> None:
 def _check_selection(selection: Selection | None, cache: LayerCache) -> None:
     assert selection is not None
     st = core_state(cache.state)
-    slots, valid = np.asarray(selection.slots), np.asarray(selection.valid)
+    slots = np.asarray(selection.slots)
+    valid = np.asarray(selection.valid)
     past = st.store.slots + st.recent.slots
     assert ((slots >= 0) & (slots < past)).all(), "a slot out of range"
     for b, k, h in np.ndindex(*slots.shape[:3]):

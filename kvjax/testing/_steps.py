@@ -32,14 +32,17 @@ _rollback = jax.jit(rollback)
 _truncate = jax.jit(truncate)
 _room = jax.jit(room)
 _flush = jax.jit(flush)
-_update, _select, _attend = jax.jit(update), jax.jit(select), jax.jit(attend)
+_update = jax.jit(update)
+_select = jax.jit(select)
+_attend = jax.jit(attend)
 
 
 def decode_equals_single_steps(policy: Policy, spec: CacheSpec) -> None:
     """Several tokens in one `decode` read, return and store the same as one step after the
     other, flushes included.
     """
-    tokens, lengths = random_tokens(spec, 23), _before_a_flush(policy, spec, 2)
+    tokens = random_tokens(spec, 23)
+    lengths = _before_a_flush(policy, spec, 2)
     together, _ = fill(new_cache(policy, spec), tokens, lengths)
     single = together
     for call in range(2):
@@ -80,7 +83,8 @@ def exact_steps_attend_to_all_tokens(policy: Policy, spec: CacheSpec) -> None:
     They store what other steps store, so that a step with a selection may follow.
     """
     require(policy.takes_exact, "the policy's steps take no `exact`")
-    tokens, lengths = random_tokens(spec, 29), _before_a_flush(policy, spec, 3)
+    tokens = random_tokens(spec, 29)
+    lengths = _before_a_flush(policy, spec, 3)
     start, _ = fill(new_cache(policy, spec), tokens, lengths)
     start = _flush(start)
     most = np.minimum(np.array([STEPS, 2, 0])[np.arange(spec.batch) % 3], _room(start))
@@ -109,13 +113,15 @@ def three_calls_equal_a_step(policy: Policy, spec: CacheSpec) -> None:
 
     A policy that selects nothing says so, and `attend` without a selection gives the same.
     """
-    tokens, lengths = random_tokens(spec, 28), ragged_lengths(policy, spec)
+    tokens = random_tokens(spec, 28)
+    lengths = ragged_lengths(policy, spec)
     at_once, _ = fill(new_cache(policy, spec), tokens, lengths)
     by_hand = at_once
     for i in range(2):
         want, at_once, info = step(at_once, tokens, lengths + i)
         q, k, v = tokens.at((lengths + i)[:, None])
-        by_hand, selection = _update(by_hand, k, v), None
+        by_hand = _update(by_hand, k, v)
+        selection = None
         if info.selection is not None:
             selection = _select(by_hand, q)
             if info.fresh is None:
@@ -142,7 +148,8 @@ def rollback_forgets_what_came_after(policy: Policy, spec: CacheSpec) -> None:
         policy.reversible,
         "the policy takes no tokens back (no `rollback`, `earliest` and `free`)",
     )
-    tokens, other = random_tokens(spec, 24), random_tokens(spec, 25)
+    tokens = random_tokens(spec, 24)
+    other = random_tokens(spec, 25)
     lengths = _before_a_flush(policy, spec, 3)
     start, _ = fill(new_cache(policy, spec), tokens, lengths)
     start = _flush(start)
@@ -176,7 +183,8 @@ def truncate_gives_the_shorter_prompt(policy: Policy, spec: CacheSpec) -> None:
     """A cache that is cut to any earlier length equals the cache of a prompt of that length,
     also in later steps.
     """
-    tokens, lengths = random_tokens(spec, 26), ragged_lengths(policy, spec)
+    tokens = random_tokens(spec, 26)
+    lengths = ragged_lengths(policy, spec)
     lengths = np.maximum(lengths, np.minimum(3 * spec.capacity // 4, spec.capacity - 3))
     whole, _ = fill(new_cache(policy, spec), tokens, lengths)
     try:

@@ -59,7 +59,8 @@ def prefill_equals_prefill_then_updates(policy: Policy, spec: CacheSpec) -> None
     An evictor may weigh the queries of a prompt differently: then it gets slots for all tokens,
     which are the same.
     """
-    policy, tokens = with_room(policy, spec), random_tokens(spec, 2)
+    policy = with_room(policy, spec)
+    tokens = random_tokens(spec, 2)
     first = ragged_lengths(policy, spec) // 2
     last = first + min(70, spec.capacity - 1 - int(first.max()))
     whole, _ = fill(new_cache(policy, spec), tokens, last)
@@ -85,7 +86,8 @@ def row_ignores_other_rows(policy: Policy, spec: CacheSpec) -> None:
     """The last row is the same to the bit, whatever the other rows hold and however long they
     are.
     """
-    tokens, other = random_tokens(spec, 3), random_tokens(spec, 4)
+    tokens = random_tokens(spec, 3)
+    other = random_tokens(spec, 4)
     mixed = Tokens(
         *(
             np.concatenate([b[:-1], a[-1:]])
@@ -111,7 +113,8 @@ def row_ignores_other_rows(policy: Policy, spec: CacheSpec) -> None:
 
 def padding_does_not_matter(policy: Policy, spec: CacheSpec) -> None:
     """Tokens past a row's length may be anything, even NaN."""
-    tokens, lengths = random_tokens(spec, 5), ragged_lengths(policy, spec)
+    tokens = random_tokens(spec, 5)
+    lengths = ragged_lengths(policy, spec)
     past = (np.arange(spec.capacity) >= lengths[:, None])[..., None, None]
     nothing = np.asarray(np.nan, tokens.v.dtype)
     bad = Tokens(*(np.where(past, nothing, a) for a in (tokens.q, tokens.k, tokens.v)))
@@ -126,7 +129,8 @@ def slots_past_count_do_not_matter(policy: Policy, spec: CacheSpec) -> None:
     """Unused slots are never read: the law fills them with NaN keys and scales, values of 1e4
     and codes of all ones.
     """
-    tokens, lengths = random_tokens(spec, 6), ragged_lengths(policy, spec) // 2
+    tokens = random_tokens(spec, 6)
+    lengths = ragged_lengths(policy, spec) // 2
     cache, _ = fill(new_cache(policy, spec), tokens, lengths)
     poisoned = dataclasses.replace(cache, state=poison(cache))
     for i in range(2):
@@ -141,7 +145,8 @@ def slots_past_count_do_not_matter(policy: Policy, spec: CacheSpec) -> None:
 
 def inactive_rows_store_nothing(policy: Policy, spec: CacheSpec) -> None:
     """A row that is not active, or whose chunk has length 0, keeps its valid part to the bit."""
-    tokens, lengths = random_tokens(spec, 11), ragged_lengths(policy, spec)
+    tokens = random_tokens(spec, 11)
+    lengths = ragged_lengths(policy, spec)
     cache, _ = fill(new_cache(policy, spec), tokens, lengths)
     _, after, _ = step(cache, tokens, lengths, active=np.zeros(spec.batch, bool))
     assert_same_contents(after, cache, spec, "after a step")
@@ -161,7 +166,8 @@ def insert_replaces_one_row(policy: Policy, spec: CacheSpec) -> None:
     not change.
     """
     one = dataclasses.replace(spec, batch=1)
-    tokens, lengths = random_tokens(spec, 12), ragged_lengths(policy, spec) // 2
+    tokens = random_tokens(spec, 12)
+    lengths = ragged_lengths(policy, spec) // 2
     row = spec.batch - 1
     alone = Tokens(*(a[row:] for a in _arrays(random_tokens(spec, 13))))
     n = spec.capacity // 2
@@ -184,10 +190,12 @@ def taken_rows_continue_as_they_were(policy: Policy, spec: CacheSpec) -> None:
     """Rows that are repeated, reordered and dropped give the outputs of the rows that they
     were, in two more steps.
     """
-    tokens, lengths = random_tokens(spec, 15), ragged_lengths(policy, spec)
+    tokens = random_tokens(spec, 15)
+    lengths = ragged_lengths(policy, spec)
     cache, _ = fill(new_cache(policy, spec), tokens, lengths)
     rows = np.array([spec.batch - 1, spec.batch - 1, *range(spec.batch)])[: spec.batch]
-    taken, moved = take_rows(cache, rows), Tokens(*(a[rows] for a in _arrays(tokens)))
+    taken = take_rows(cache, rows)
+    moved = Tokens(*(a[rows] for a in _arrays(tokens)))
     assert (np.asarray(taken.length) == lengths[rows]).all(), (
         "the lengths are not those of the rows"
     )
@@ -232,18 +240,21 @@ def budget_bounds_what_is_held(policy: Policy, spec: CacheSpec) -> None:
     """
     require(evicts(policy), "the policy evicts nothing (no `evictor` with a `budget`)")
     inner = core(policy)
-    tokens, lengths = random_tokens(spec, 18), ragged_lengths(policy, spec)
+    tokens = random_tokens(spec, 18)
+    lengths = ragged_lengths(policy, spec)
     cache, _ = fill(new_cache(policy, spec), tokens, lengths)
     for i in range(30):
         _, cache, info = step(cache, tokens, (lengths + i) % spec.capacity)
         received = lengths + i + 1
-        positions, st = held_positions(cache), core_state(cache.state)
+        positions = held_positions(cache)
+        st = core_state(cache.state)
         counts = np.array([[len(mine) for mine in heads] for heads in positions])
         np.testing.assert_array_equal(np.asarray(info.attended), counts)
         held = held_after(policy, lengths, received)
         np.testing.assert_array_equal(counts.sum(axis=1), spec.kv_heads * held)
         for b, k in np.ndindex(spec.batch, spec.kv_heads):
-            mine, count = positions[b][k], received[b]
+            mine = positions[b][k]
+            count = received[b]
             fewest, most = getattr(inner, "head_bounds", (held[b], held[b]))
             assert len(set(mine)) == len(mine), f"row {b} head {k} holds {sorted(mine)}"
             assert min(count, fewest) <= len(mine) <= min(count, most), (
@@ -276,7 +287,8 @@ def checkpoint_restores_to_the_bit(policy: Policy, spec: CacheSpec) -> None:
     """A cache that is saved with orbax-checkpoint is restored unchanged."""
     import orbax.checkpoint as ocp
 
-    tokens, lengths = random_tokens(spec, 17), ragged_lengths(policy, spec)
+    tokens = random_tokens(spec, 17)
+    lengths = ragged_lengths(policy, spec)
     cache, _ = fill(new_cache(policy, spec), tokens, lengths)
     with tempfile.TemporaryDirectory() as folder, ocp.StandardCheckpointer() as saver:
         path = Path(folder) / "cache"

@@ -16,7 +16,9 @@ from kvjax.validation import nearest, raised, short_repr
 __all__ = ["Example", "Task", "check_task", "make_tasks"]
 
 GENERATED_RULER = "ruler-synthetic"  # ten tasks: see `generated.RULER`
-SAMPLES, LENGTH = 64, 2048  # defaults of generated tasks
+# Defaults of generated tasks.
+SAMPLES = 64
+LENGTH = 2048
 GROUP = "kvjax.tasks"  # of entry points
 HARNESS = (
     "published tasks are those of lm-evaluation-harness: python -m kvjax.evaluate.harness run "
@@ -100,7 +102,8 @@ def _own_tasks(
     if name in others:
         found = load_announced(others[name], where="--task")
     elif wanted is not None and (wanted.is_file or not nearest(name, [*known, *others])):
-        name, found = wanted.text, load(wanted, where="--task")
+        name = wanted.text
+        found = load(wanted, where="--task")
     else:
         near = nearest(name, [*known, *others])
         meant = f"did you mean {near!r}? There" if near else "there"

@@ -115,7 +115,8 @@ class Synthetic:
         """The kind of question, without the length: "1 of 8 needles"."""
         known = self._all
         title = "needle" if known.get("hidden") == 1 else TITLES[self.form].format(**known)
-        values, kind = known.get("values", 1), known.get("kind", "number")
+        values = known.get("values", 1)
+        kind = known.get("kind", "number")
         return (
             title
             + (f", {values} values each" if values > 1 else "")

@@ -112,7 +112,8 @@ def weave(
             )
         places = [round(depth * room) for depth in depths]
     body = excerpt(tokenizer, text, room, rng)
-    starts, at = [], 0
+    starts = []
+    at = 0
     for place, line in zip(places, lines, strict=True):
         out += body[at:place]
         starts.append(len(out))

@@ -53,7 +53,8 @@ def needles(
     require_int("needles(hidden=...)", hidden, at_least=1, at_most=len(WORDS))
     require_int("needles(asked=...)", asked, at_least=1, at_most=hidden)
     require_int("needles(values=...)", values, at_least=1)
-    words, drawn = rng.sample(WORDS, hidden), _draw(rng, kind, hidden * values, where="needles")
+    words = rng.sample(WORDS, hidden)
+    drawn = _draw(rng, kind, hidden * values, where="needles")
     of = [words[i // values] for i in range(len(drawn))]
     order = list(range(len(drawn)))
     if values > 1:
@@ -123,7 +124,8 @@ def key_value(rng: random.Random, *, pairs: int = 32) -> Hidden:
     (('{ "plate": "15306", "rocket": "43936",}',), 'Key: "rocket" Value: "', ('43936',))
     """
     require_int("key_value(pairs=...)", pairs, at_least=1, at_most=len(WORDS))
-    words, values = rng.sample(WORDS, pairs), draw_numbers(rng, pairs)
+    words = rng.sample(WORDS, pairs)
+    values = draw_numbers(rng, pairs)
     line = "{ " + ", ".join(f'"{w}": "{v}"' for w, v in zip(words, values, strict=True)) + ",}"
     at = rng.randrange(pairs)
     return Hidden(

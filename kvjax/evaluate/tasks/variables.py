@@ -63,7 +63,8 @@ def _chains(
     require_int(
         f"{where}(chains * (hops + 1))", chains * (hops + 1), at_least=1, at_most=len(WORDS)
     )
-    names, values = rng.sample(WORDS, chains * (hops + 1)), draw_numbers(rng, chains)
+    names = rng.sample(WORDS, chains * (hops + 1))
+    values = draw_numbers(rng, chains)
     pending = []
     for i, value in enumerate(values):
         own = names[i * (hops + 1) : (i + 1) * (hops + 1)]
