@@ -52,7 +52,7 @@ from kvjax.kernels_pallas.simt import (
 )
 
 MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/top_k.json
-# Of each pass: 0 for the key or 1 for the slot, shift, bits.
+# Passes as (0 for the key or 1 for the slot, shift, bits).
 DIGITS = (
     (0, 21, 11),
     (0, 10, 11),

@@ -49,9 +49,8 @@ def warp_sum(x: Word) -> Word:
 
 def sum_of_next_lanes(x: Word) -> Word:
     """The sum of x over the lanes of a warp that come after this one."""
-    # Of this lane and those after it.
     lane = special("laneid")
-    upward = x
+    upward = x  # the sum over this lane and those after it
     for gap in (1, 2, 4, 8, 16):
         other = ptx(
             "shfl.sync.down.b32 $0, $1, $2, 31, -1;", upward, gap, results=1, convergent=True
