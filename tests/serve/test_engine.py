@@ -88,6 +88,20 @@ def test_tokens_are_those_of_generate(model, draws):
     assert [request.tokens for request in requests] == whole.rows
 
 
+def test_blocks_of_one_token_run_no_loop_where_it_would_wait(model, monkeypatch):
+    monkeypatch.setattr("kvjax.generation.loops.WAITS", ("cpu",))
+    prompts = words(40, 9)
+    engine = kvjax.Engine(model, new_cache(2, policy=FLUSHING), chunk=512, block=1)
+    requests = [engine.submit(prompt, max_new_tokens=14)[0] for prompt in prompts]
+    engine.run()
+    assert engine.stats().steps <= 15  # a call counts no step in which no row takes part
+    for request, prompt in zip(requests, prompts, strict=True):
+        cache = new_cache(policy=FLUSHING)
+        assert (
+            request.tokens == kvjax.generate(model, cache, [prompt], max_new_tokens=14).rows[0]
+        )
+
+
 def test_rules_that_change_logits_count_the_tokens_of_a_request(model):
     rules = Processors(
         repetition_penalty=1.7, no_repeat_ngram_size=2, min_new_tokens=6, suppress_tokens=(5,)
