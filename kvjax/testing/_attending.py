@@ -10,7 +10,6 @@ import numpy as np
 from jax import Array
 
 from kvjax.cache.cache import raise_on_overflow
-from kvjax.memory import to_device
 from kvjax.policies import Policy, Speculative
 from kvjax.spec import CacheSpec
 from kvjax.testing._anatomy import (
@@ -120,10 +119,9 @@ def order_of_chunks_does_not_matter(policy: Policy, spec: CacheSpec) -> None:
     def move(path: Any, leaf: Array) -> Array:
         if leaf.ndim < 3 or without_slots(path):
             return leaf
-        home = leaf.sharding
-        leaf = to_device(leaf)
-        blocks = leaf.reshape(*leaf.shape[:2], len(order), -1, *leaf.shape[3:])
-        return jax.device_put(blocks[:, :, order].reshape(leaf.shape), home)
+        held = np.asarray(leaf)
+        blocks = held.reshape(*leaf.shape[:2], len(order), -1, *leaf.shape[3:])
+        return jax.device_put(blocks[:, :, order].reshape(leaf.shape), leaf.sharding)
 
     moved = with_part(st, "store", jax.tree_util.tree_map_with_path(move, st.store))
     if hasattr(st, "index"):

@@ -35,7 +35,7 @@ def gradients_are_those_of_attention(policy: Policy, spec: CacheSpec) -> None:
     tokens = random_tokens(spec, 20)
     lengths = np.array([CHUNK - (11 * b) % CHUNK for b in range(spec.batch)])
     inputs = _inputs(tokens, lengths)
-    weights = [np.asarray(a, np.float64) for a in _weights(spec)]
+    weights = _weights(spec)
     dense = attending_to_all(policy, spec)
     by = "qkv"
     try:
@@ -73,14 +73,11 @@ def _inputs(tokens: Tokens, lengths: np.ndarray) -> Inputs:
     )
 
 
-def _weights(spec: CacheSpec) -> list[Array]:
-    """Cotangents of the outputs of the two chunks and of the steps."""
+def _weights(spec: CacheSpec) -> list[np.ndarray]:
+    """Cotangents, f64, of the outputs of the two chunks and of the steps."""
     shapes = [(spec.batch, CHUNK), (spec.batch, CHUNK), (STEPS, spec.batch, 1)]
-    keys = jax.random.split(jax.random.key(21), 3)
-    return [
-        jax.random.normal(k, (*s, spec.q_heads, spec.head_dim))
-        for k, s in zip(keys, shapes, strict=True)
-    ]
+    rng = np.random.default_rng(21)
+    return [rng.standard_normal((*shape, spec.q_heads, spec.head_dim)) for shape in shapes]
 
 
 def _gradients(
@@ -96,8 +93,8 @@ def _gradients(
 
     The positions are None if the policy does not report them.
     """
-    cotangents = [jnp.asarray(w, jnp.float32) for w in weights]
-    real = (jnp.arange(CHUNK, dtype=jnp.int32)[None] < lengths[:, None])[..., None, None]
+    cotangents = [w.astype(np.float32) for w in weights]
+    real = (np.arange(CHUNK)[None] < lengths[:, None])[..., None, None]
 
     def loss(varied: Inputs, cache: LayerCache) -> tuple[Array, Any]:
         first, later, steps = (

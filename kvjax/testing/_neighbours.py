@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -110,7 +111,6 @@ def _between(
     """By verb, what the rows `others` bool[B] do between two calls of the first row."""
     before = CHUNK // 2
     one = Tokens(*(a[:1] for a in (tokens.q, tokens.k, tokens.v)))
-    prefix, _ = fill(new_cache(policy, dataclasses.replace(spec, batch=1)), one, [before])
 
     def take(kind: str) -> Callable[[Rows], None]:
         return lambda rows: (rows.take(kind, MORE[kind] * others), None)[1]
@@ -119,9 +119,14 @@ def _between(
         rows.take("step", others.astype(np.int32))
         rows.cache = _flush(rows.cache)
 
+    @functools.cache
+    def prefix() -> LayerCache:  # its batch of one is a program of its own
+        empty = new_cache(policy, dataclasses.replace(spec, batch=1))
+        return fill(empty, one, [before])[0]
+
     def replace(rows: Rows) -> None:
         for row in np.flatnonzero(others):
-            rows.cache = insert(rows.cache, prefix, int(row))
+            rows.cache = insert(rows.cache, prefix(), int(row))
         rows.lengths = np.where(others, before, rows.lengths)
 
     def take_back(rows: Rows) -> None:
