@@ -69,7 +69,6 @@ CASES: dict[str, Case] = {
     "full, 7 query heads on 1, bf16": Case(
         Full(), dataclasses.replace(SPEC, q_heads=7, kv_heads=1, dtype=jnp.bfloat16)
     ),
-    "fier preset, budget 24": Case(presets.fier(budget=24, group=8, chunk=32).rest),
     "fier with sink and window": _with(),
     "fier, dense below 90 tokens": _with(dense_below=90),
     "fier per query head, 7 on 1": _with(
@@ -399,7 +398,6 @@ QUICK_LAWS = (
     "step_attends_to_the_positions_it_tells",
 )
 QUICK_PRESETS = (
-    "fier preset, budget 24",
     "freekv preset, budget 72",
     "h2o preset, budget 64",
     "logquant preset, window 12",
