@@ -50,13 +50,22 @@ def test_a_pending_page_has_the_score_of_the_page_of_its_tokens(kind: Any, seen:
 
 def test_a_pending_page_by_the_mean_of_its_keys_ignores_slots_past_the_count() -> None:
     rng = np.random.default_rng(0)
-    q, k = (jnp.asarray(rng.normal(size=(2, 2, n, 8)), jnp.float32) for n in (2, PAGE))
-    k = k.at[:, :, 2:].set(jnp.nan)
-    candidates = Candidates(
-        span=(0, jnp.zeros(2, jnp.int32)), pending=(k, 0, 2), k=1, k_max=1, pending_slots=PAGE
-    )
-    scored = Fier(group=8, page=PAGE, page_reduce="mean").with_pending(candidates, q)
-    got, _ = scored.pending_units(q, Logits(SCALE), PAGE)
+    q, k = (rng.normal(size=(2, 2, n, 8)).astype(np.float32) for n in (2, PAGE))
+    k[:, :, 2:] = np.nan
+
+    @jax.jit
+    def score(q: jax.Array, k: jax.Array) -> jax.Array:
+        candidates = Candidates(
+            span=(0, jnp.zeros(2, jnp.int32)),
+            pending=(k, 0, 2),
+            k=1,
+            k_max=1,
+            pending_slots=PAGE,
+        )
+        scored = Fier(group=8, page=PAGE, page_reduce="mean").with_pending(candidates, q)
+        return scored.pending_units(q, Logits(SCALE), PAGE)[0]
+
+    got = np.asarray(score(q, k))
     np.testing.assert_allclose(
         got[..., 0], np.einsum("bkgd,bkd->bkg", q, k[:, :, :2].mean(2)) * SCALE, rtol=1e-5
     )
