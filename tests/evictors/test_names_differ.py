@@ -13,6 +13,7 @@ import pytest
 import kvjax
 from kvjax.contrib.evict import RULES
 from kvjax.policies import Policy
+from kvjax.testing._expect import held_positions
 
 TOKENS = 700  # of a prompt
 STEPS = 40
@@ -110,6 +111,15 @@ def decoded(policy: Policy):
     return np.asarray(out), info
 
 
+def held(policy: Policy) -> list[set[int]]:
+    """The positions that a policy that evicts holds after the prompt, of each KV head.
+
+    Names that differ there are two methods, whatever their steps do.
+    """
+    layer = _prompt(kvjax.init_layer(policy, SPEC), *tokens(0, TOKENS))
+    return [set(head) for head in held_positions(layer)[0]]
+
+
 def kept(policy: Policy) -> list[set[int]]:
     """The positions that the last step reads, of each KV head."""
     _, info = decoded(policy)
@@ -122,10 +132,11 @@ def test_every_name_is_compared() -> None:
 
 
 @pytest.mark.parametrize(
-    "policies", [evicting, pytest.param(all_names, marks=pytest.mark.thorough)]
+    ("policies", "of"),
+    [(evicting, held), pytest.param(all_names, kept, marks=pytest.mark.thorough)],
 )
-def test_each_name_reads_tokens_of_its_own(policies):
-    found = {name: kept(policy) for name, policy in policies().items()}
+def test_each_name_keeps_tokens_of_its_own(policies, of):
+    found = {name: of(policy) for name, policy in policies().items()}
     equal = {
         frozenset(pair)
         for pair in itertools.combinations(found, 2)

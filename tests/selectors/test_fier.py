@@ -40,20 +40,11 @@ def select(policy: Retrieval, st: kvjax.ZonedState, q: jax.Array) -> kvjax.Selec
     )
 
 
-def picks(
-    policy: Retrieval, cache: kvjax.LayerCache, q: np.ndarray, row: int
-) -> list[list[set[int]]]:
-    """Positions that a step attends to in addition to the newest token, by kv head and
-    selection.
-    """
-    selection = select(policy, cache.state, q)
-    slots, valid = (np.asarray(a)[row] for a in (selection.slots, selection.valid))
-    st = cache.state
-    base = int(np.asarray(st.store.count)[row])
-    position = np.where(slots < st.store.slots, slots, slots - st.store.slots + base)
+def picks(info: kvjax.Info, row: int, first: int, end: int) -> list[list[set[int]]]:
+    """Positions from `first` to before `end` that a step read, by kv head and selection."""
     return [
-        [set(position[k, h][valid[k, h]].tolist()) for h in range(slots.shape[1])]
-        for k in range(len(slots))
+        [{p for p in choice.tolist() if first <= p < end} for choice in head]
+        for head in np.asarray(info.positions)[row]
     ]
 
 
@@ -78,12 +69,13 @@ def test_picks_are_those_of_fier_scores(group_reduce: str) -> None:
     tokens, lengths = drive.random_tokens(spec), np.array([301, 90])
     cache, _ = drive.fill(kvjax.init_layer(policy, spec), tokens, lengths)
     for i in range(20):  # crosses a seal in each row
-        _, cache, _ = drive.step(cache, tokens, lengths + i)
+        _, cache, info = drive.step(cache, tokens, lengths + i)
+        counts = np.asarray(cache.state.store.count)
         q = tokens.at((lengths + i)[:, None])[0][:, 0]
         for row, n in enumerate(lengths + i + 1):
-            found = picks(policy, cache, q, row)
+            found = picks(info, row, 0, n - 1)
             sealed = (n - 1) // group * group  # every full group of the tokens before this one
-            assert int(cache.state.store.count[row]) == sealed
+            assert counts[row] == sealed
             for head in range(2):
                 queries = q[row].reshape(2, 4, -1)[head].astype(np.float32)
                 keys = tokens.k[row, : n - 1, head]
@@ -118,10 +110,10 @@ def test_pages_are_those_with_the_best_or_the_mean_of_fier_scores(page_reduce: s
     )
     tokens, n = drive.random_tokens(spec), 301
     cache, _ = drive.fill(kvjax.init_layer(policy, spec), tokens, [n - 1])
-    _, cache, _ = drive.step(cache, tokens, [n - 1])
+    _, cache, info = drive.step(cache, tokens, [n - 1])
+    sealed = int(cache.state.store.count[0])
     q = tokens.at(np.array([[n - 1]]))[0][:, 0]
-    found, sealed = picks(policy, cache, q, 0), int(cache.state.store.count[0])
-    for head, mine in enumerate(found):
+    for head, mine in enumerate(picks(info, 0, 0, n - 1)):
         queries = q[0].reshape(2, 2, -1)[head].astype(np.float32)
         scores = fier_scores(
             queries, tokens.k[0, : n - 1, head], sealed, group, 32**-0.5, jnp.bfloat16
