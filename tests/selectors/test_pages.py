@@ -139,24 +139,20 @@ def test_picks_are_the_pages_of_the_best_boxes(
     for i in range(20):  # crosses a flush in each row
         _, cache, info = drive.step(cache, tokens, lengths + i)
         q = tokens.at((lengths + i)[:, None])[0][:, 0]
-        selection = select(policy, cache.state, q)
-        slots, valid = np.asarray(selection.slots), np.asarray(selection.valid)
+        counts = np.asarray(cache.state.store.count)
         for row, n in enumerate(lengths + i + 1):
-            store = cache.state.store
-            sealed = int(store.count[row])
+            sealed = int(counts[row])
             assert sealed == (n - sink - local) // (2 * page) * 2 * page
-            position = np.where(
-                slots[row] < store.slots, slots[row], slots[row] - store.slots + sealed
-            )
+            read = np.asarray(info.positions)[row] - sink
             for head in range(2):
                 queries = q[row].reshape(2, 4, -1)[head].astype(np.float32)
                 keys = tokens.k[row, sink:n, head]
                 found = scores(queries, keys, local, sealed, selector, 16**-0.5, dtype)
                 ranks = pooled(found, selector.group_reduce)
-                for choice in range(slots.shape[2]):
-                    mine = position[head, choice][valid[row, head, choice]]
-                    assert len(set(mine.tolist())) == len(mine)
-                    assert (mine < len(keys) - local).all()
+                for choice, positions in enumerate(read[head]):
+                    all_read = positions[positions >= -sink]
+                    assert len(set(all_read.tolist())) == len(all_read)
+                    mine = all_read[(all_read >= 0) & (all_read < len(keys) - local)]
                     pages = set((mine // page).tolist())
                     assert agrees(pages, ranks[choice], 4), (row, head, choice, i)
                     whole = set().union(

@@ -48,6 +48,7 @@ def rotation(D: int, seed: int = 0) -> np.ndarray:
     return signs.astype(np.float64) / np.sqrt(D)
 
 
+_init = jax.jit(Paris.init, static_argnums=(0, 1, 2))
 _append = jax.jit(Paris.append, static_argnums=0)
 _score = jax.jit(Paris.score, static_argnums=0, static_argnames="logits")
 
@@ -57,7 +58,8 @@ def index(
 ) -> ParisIndex:
     """The index of the first lengths[b] of k [B, K, S, D], appended in chunks."""
     B, K, S, D = k.shape
-    ix = paris.init(CacheSpec(batch=B, q_heads=K, kv_heads=K, head_dim=D, capacity=S), S)
+    spec = CacheSpec(batch=B, q_heads=K, kv_heads=K, head_dim=D, capacity=S)
+    ix = _init(paris, spec, S)
     chunk = chunk or S
     for first in range(0, int(lengths.max()), chunk):
         at = np.minimum(first, lengths).astype(np.int32)
@@ -350,6 +352,7 @@ def test_table_is_that_of_the_beta_law() -> None:
     cell = np.searchsorted(bounds, t)
     means = np.bincount(cell, t) / np.bincount(cell)
     np.testing.assert_allclose(means, centres, atol=3e-4)
+    t, cell = t[:200_000], cell[:200_000]
     error = np.mean((t - centres[cell]) ** 2)
     for shift in (-0.01, 0.01):
         for i in range(8):
@@ -439,7 +442,7 @@ _most_voted = jax.jit(ops.most_voted, static_argnums=3)
 
 
 # Of few rooms, around the 40 slots: each is a program.
-@given(st.integers(0, 2**31), st.sampled_from((1, 2, 17, 39, 40, 41, 60)), st.integers(1, 255))
+@given(st.integers(0, 2**31), st.sampled_from((1, 17, 39, 40, 41)), st.integers(1, 255))
 def test_most_voted_are_those_of_a_stable_sort(draw: int, room: int, most: int) -> None:
     rng = np.random.default_rng(draw)
     votes = rng.integers(0, most, size=(2, 1, 2, 40), endpoint=True).astype(np.uint8)
