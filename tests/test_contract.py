@@ -204,6 +204,11 @@ MISTAKES: dict[str, tuple[Any, str]] = {
         r"Mine.score does not take what a kvjax.Selector is called with \(got an unexpected keyword "
         r"argument 'logits'\); give it the parameters \(ix, q, \*, logits\)",
     ),
+    "select without the logits": (
+        lambda: selecting(changed(MeanKey, select=lambda self, ix, q, candidates: ix)),
+        r"Mine.select does not take what a kvjax.Selector is called with \(got an unexpected keyword "
+        r"argument 'logits'\); give it the parameters \(ix, q, candidates, \*, logits\)",
+    ),
     "score of KV heads alone": (
         lambda: selecting(changed(MeanKey, **mapped("score", lambda s: s.mean(axis=2)))),
         r"Mine.score returned float32\[2, 2, 6\], wanted floats \[2, 2, 2, 6\]",
@@ -344,6 +349,11 @@ MISTAKES: dict[str, tuple[Any, str]] = {
         r"Mine.score does not take what a kvjax.Evictor is called with \(too many positional arguments\); give it the "
         r"parameters \(evidence, position, end, slots\)",
     ),
+    "score of all tokens by two arguments": (
+        lambda: evicting(changed(KeyNorm, score_all=lambda self, evidence, position: evidence)),
+        r"Mine.score_all does not take what a kvjax.Evictor is called with \(missing a required argument: "
+        r"'position'\); give it the parameters \(tokens\)",
+    ),
     # ---------------------------------------------------------------------------------------- demotions, policies
     "a demotion that loses a slot": (
         lambda: demoting(changed(Halves, staying=lambda self, local: np.arange(0))),
@@ -364,6 +374,11 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     "a policy whose update returns nothing": (
         lambda: changed(Whole, update=lambda self, st, k, v, active: None),
         "Mine.update returned None, wanted what its init gave",
+    ),
+    "a policy that attends without a step": (
+        lambda: changed(Whole, attend=lambda self, st, q: q),
+        r"Mine.attend does not take what a kvjax.Policy is called with \(too many positional arguments\); give it the "
+        r"parameters \(st, q, step\)",
     ),
     "a policy that attends to an output alone": (
         lambda: changed(Whole, **mapped("attend", first_of)),

@@ -26,9 +26,8 @@ from kvjax.kernels_pallas.simt import (
     word,
 )
 
-# Groups of 32 bins.
 BINS = 2048
-GROUPS = 64
+GROUPS = 64  # of 32 bins
 PASS = BINS + 5 * GROUPS  # words of the histogram of a pass, with those that `find_bin` needs
 KEPT = BINS + GROUPS  # the first words, which `keep` writes to device memory
 

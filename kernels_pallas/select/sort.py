@@ -153,9 +153,8 @@ def write_by_rank(
 
     `lists` has the lists of the other blocks, that of the next block first.
     """
-    # Threads that write to a block.
     part = simt.part()
-    share = tiling.THREADS // blocks
+    share = tiling.THREADS // blocks  # threads that write to a block
     lengths = [
         simt.load_shared(small + (((part + b) & (blocks - 1)) + LENGTHS) * 4)
         for b in range(1, blocks)

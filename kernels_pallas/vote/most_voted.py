@@ -30,9 +30,8 @@ from kvjax.kernels_pallas import simt, tuned
 from kvjax.kernels_pallas.simt import Word, loop, ptx, when, word
 
 MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/most_voted.json
-# A copy for each lane, in a bank of its own.
 BINS = 256
-COPIES = 32
+COPIES = 32  # one for each lane, in a bank of its own
 OWN = BINS // 32  # bins of a lane
 BYTES = 16  # votes that a thread reads at once
 HIGH = 0x80808080  # the highest bits of the bytes of a word

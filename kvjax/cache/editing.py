@@ -264,8 +264,9 @@ def _forget_rotation(cache: Any, lengths: Array) -> Any:
     text; other rows keep the rotation that their keys have.
     """
     with own_axes(cache):
-        empty = as_rows(cache, lengths) == 0
-        return _change_rotated_for(cache, lambda final: jnp.where(empty, 0, final))
+        return _change_rotated_for(
+            cache, lambda final: jnp.where(as_rows(cache, lengths) == 0, 0, final)
+        )
 
 
 def _check_reach(target: np.ndarray, earliest: Array, length: Array) -> None:

@@ -156,6 +156,7 @@ def _check_selection(policy: Retrieval, spec: CacheSpec) -> None:
     """The `select` of a selector that overrides it."""
     selector = policy.selector
     st = jax.eval_shape(partial(policy.init, spec))
+    _check_parameters(selector, "select", None, None, None, logits=_step(spec).logits)
     found = _traced(
         selector,
         "select",
@@ -295,6 +296,7 @@ def _check_evictor(evictor: Evictor, spec: CacheSpec, slots: int) -> None:
         held = Tokens(evidence, position, end, slots, k, v, memory, step, asked=end)
         return evictor.score_all(held)
 
+    _check_parameters(evictor, "score_all", None)
     score = _traced(
         evictor, "score_all", score_all, evidence, position, _rows(spec), k, v, memory
     )
@@ -352,10 +354,7 @@ def _check_policy(policy: Policy, spec: CacheSpec) -> None:
     part = _call(policy, "attend_stored", st, q, _step(spec))
     _require_part(policy, "attend_stored", part, (B, K, 2 * G, E))
 
-    def attend(st: Any, q: Any) -> Any:
-        return policy.attend(st, q, _step(spec))
-
-    found = _traced(policy, "attend", attend, st, _queries(spec))
+    found = _call(policy, "attend", st, _queries(spec), _step(spec))
     if not isinstance(found, tuple) or len(found) != 3 or not isinstance(found[2], Info):
         raise _wrong(policy, "attend", found, "(output, state, kvjax.policies.Info)")
     out, after, info = found

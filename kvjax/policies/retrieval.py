@@ -171,8 +171,8 @@ class Retrieval(SelectedZones):
         are those that rank lowest, in order of rank. With the `lengths` of T steps, q is [B, K,
         T*G, D] and the selection [B, K, T*H, M].
 
-        `Fier`, `MinMaxPages` (Quest) and `Paris` have their own `select`, by one kernel each; other
-        selectors have that of `Selector`, which sorts what `score` gives.
+        `Fier`, `MinMaxPages` (Quest), `CentrePages` (ArkVale) and `Paris` have their own `select`,
+        by kernels of their own; most others have that of `Selector`, which sorts what `score` gives.
         """
         steps = 1 if step.lengths is None else step.lengths.shape[0]
         candidates = self.candidates(

@@ -552,8 +552,9 @@ class SelectedZones(Zoned):
         state, and what was read.
 
         Selected slots below S, the slots of the store, are in the history; S + r is slot r of
-        the recent block. The store attends: `Dense` by one kernel for all zones, others by that of
-        `Store`, which merges the zones' parts.
+        the recent block. The store attends: `Dense`, `TurboQuant`, `HostOffload` and `HotSet` have
+        their own `attend_zones`, by one kernel for all zones; others have that of `Store`, which
+        merges the zones' parts.
         """
         seen = self.visible(st, step.window)
         out, store = self.store.attend_zones(

@@ -6,11 +6,12 @@ a part of the history.
     slot on that device                0 1 | 0 1 | 2 3 | 2 3 | 4 5 | ...
     turn                                    0    |     1     |   2 ...
 
-A *place* numbers the tokens of the whole history, a *slot* those that one device has. Stripes
-go to the devices in turn, so all hold the same number of tokens; a *turn* is one stripe of each
-device. A policy's store and selector are replaced by `StripedStore` and `StripedSelector`
-(`stores.split_store`, `selectors.split_selector`), which take places as their slots and keep the
-stripes of their device. Each device attends to its own tokens, and the parts merge by their
+A *place* is here a slot of the whole history, which is that of the glossary where tokens leave
+the recent block in order; a *slot* numbers the tokens that one device has. Stripes go to the
+devices in turn, so all hold the same number of tokens; a *turn* is one stripe of each device. A
+policy's store and selector are replaced by `StripedStore` and `StripedSelector`
+(`stores.split_store`, `selectors.split_selector`), which take places as their slots and keep
+the stripes of their device. Each device attends to its own tokens, and the parts merge by their
 log-sum-exp; it offers its best units as pairs of rank and place, and counts how many of its own
 are among the best of all, as one device would select. Or it selects its share of the budget
 from its own units alone (`shares`).

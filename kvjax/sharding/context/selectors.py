@@ -102,7 +102,7 @@ class StripedSelector(Wrapper):
         """
         if candidates.last is not None:
             return super().select(ix, q, candidates, logits=logits)
-        # A selection has no derivative, nor has the sum of `sum_in_one_pass`.
+        # A selection has no derivative, nor has the sum of `log_sum_in_one_pass`.
         q = lax.stop_gradient(q)
         start, stop = (jnp.asarray(x, jnp.int32) for x in candidates.span)
         own_span = self.stripes.count_own(start), self.stripes.count_own(stop)
