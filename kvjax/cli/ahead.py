@@ -43,16 +43,17 @@ class Compiled(NamedTuple):
 
 class Ahead:
     """The programs of a job and the empty cache that they take, which threads make while
-    weights are read.
+    weights are read. `block` is that of the job's stream: tokens of a call.
     """
 
-    def __init__(self, job: Job, *, silent: bool) -> None:
+    def __init__(self, job: Job, *, block: int, silent: bool) -> None:
         self.started = time.perf_counter()
         self.made = 0.0  # when the cache was there
         # A line about what takes the time, SILENCE seconds after somebody waits for it.
         self.telling = threading.Timer(SILENCE, self._tell)
         self.telling.daemon = True
         self._job = job
+        self._block = block
         self._silent = silent
         self._pool = ThreadPoolExecutor(THREADS, "ahead")
         self.submit = self._pool.submit
@@ -142,6 +143,7 @@ class Ahead:
             measure=True,
             prompts=False,
             short=job.short,
+            block=self._block,
         )
         return [self._pool.submit(self._compile, program) for program in programs]
 

@@ -121,7 +121,7 @@ def run_job(
     from kvjax.generation.prefilling import steps_of
 
     with progress:
-        ahead = Ahead(job, silent=show is None)
+        ahead = Ahead(job, block=block, silent=show is None)
         models = _load(job, ahead, progress, times)
         with bar(progress, "compiling"):
             cache = _cache(job, ahead, times)

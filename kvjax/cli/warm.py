@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from kvjax.models import Checkpoint, Decoder
     from kvjax.policies import PerLayer
 
+# Tokens of a call: on a GPU, commands emit several.
+BLOCK = 4
+
 
 def warm(
     model_dir: ModelDir = None,
@@ -124,6 +127,7 @@ def _programs(
                 short=short,
                 # Prompts are read in the same way for all answers.
                 prompts=sampled is greedy and not short,
+                block=BLOCK,
             )
             # One program for short answers is the loop of long ones again.
             if not short or len(programs) > 1:

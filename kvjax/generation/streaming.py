@@ -407,16 +407,23 @@ def interrupts_wait() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def _home(cache: Cache) -> Any:
-    """Where small arguments of a loop are: on all devices of the cache, committed if its arrays
-    are.
+def _putting_beside(cache: Cache) -> Callable[[Any], Any]:
+    """A function that puts a small argument of a loop where it can stay between calls: on all
+    devices of a cache with a placement, on the device of another, committed if its arrays are.
+
+    Arrays may be on several devices without a placement; then arguments stay on the host, and
+    jit puts them where the others are.
     """
     if cache.placement is not None:
-        return NamedSharding(cache.placement.auto.mesh, PartitionSpec())
+        everywhere = NamedSharding(cache.placement.auto.mesh, PartitionSpec())
+        return partial(jax.device_put, device=everywhere)
     leaf = next(iter(jax.tree.leaves(cache)))
     if not isinstance(leaf, Array) or not leaf.committed:
-        return None
-    return SingleDeviceSharding(next(iter(leaf.sharding.device_set)))
+        return jax.device_put
+    devices = leaf.sharding.device_set
+    if len(devices) > 1:
+        return lambda value: value
+    return partial(jax.device_put, device=SingleDeviceSharding(next(iter(devices))))
 
 
 class Stream(Iterator[Any]):
@@ -470,7 +477,7 @@ class Stream(Iterator[Any]):
         self._unread: list[Any] = []  # what a loop returned, until the host has read it
         # arguments of the last call on the host and on the device, by name
         self._put_before: dict[str, tuple[Any, Any]] = {}
-        self._home = _home(self.cache)
+        self._put_beside = _putting_beside(self.cache)
         self._draws, self._stop = draws, stop_array(()) if stop is None else stop
         self._left = max_new_tokens
         self._step = 0
@@ -522,7 +529,7 @@ class Stream(Iterator[Any]):
         """
         before = self._put_before.get(name)
         if before is None or not np.array_equal(before[0], value):
-            before = value, jax.device_put(value, self._home)
+            before = value, self._put_beside(value)
             self._put_before[name] = before
         return before[1]
 
@@ -660,7 +667,10 @@ def warm_up(
     Runs a chunk of each size, of which the first holds one token, and one decode step. Consumes
     `cache`, which must be empty; make another one for the run itself. `progress` is called
     before each part, with the number of parts done, the number of parts, and what is compiled
-    next. `block` is that of the `stream`; one of single tokens has a program of its own on a GPU.
+    next.
+
+    On a GPU, a stream of single tokens has a program of its own. Both are compiled, or one if
+    `block` is given, that of the `stream`: the one of single tokens if it is 1.
     """
     report = progress or (lambda *_: None)
     report(0, 2, "for the prompt")
@@ -691,6 +701,10 @@ def warm_up(
         drafter=drafter,
         processed=processed,
     )
+    drafts = drafter is not None and drafter.max_tokens > 0
+    if block is None and without_loop(True) and not drafts:
+        for program in run.programs(alone=True):
+            program.compile()
     run._advance_all(1, alone=block == 1)
     jax.block_until_ready(run.logits)
 
@@ -764,5 +778,8 @@ def compile_ahead(
             processed=processed,
             short=short,
         )
-        programs += run.programs(alone=block == 1)
+        if block != 1:
+            programs += run.programs()
+        if block == 1 or (block is None and without_loop(True) and not short):
+            programs += run.programs(alone=True)
     return [program.compile for program in programs]

@@ -702,7 +702,7 @@ def test_compiling_with_a_draft_is_expected_to_take_longer():
             draft_directory=draft,
             short=True,
         )
-        return Ahead(job, silent=True)._expected()
+        return Ahead(job, block=1, silent=True)._expected()
 
     assert (
         1.5 * expected(30, None) < expected(30, Path("small")) > 2 * expected(8, Path("small"))

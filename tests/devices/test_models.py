@@ -224,6 +224,20 @@ def test_generated_tokens_are_those_of_one_device(
     assert split.cache.nbytes.device < one.cache.nbytes.device / 5
 
 
+def test_arrays_may_be_on_several_devices_without_a_placement() -> None:
+    model = Decoder(dataclasses.replace(CONFIG, layers=1, windows=()), rngs=nnx.Rngs(0))
+    auto = jax.make_mesh((8,), ("all",), axis_types=(AxisType.Auto,))
+    everywhere = jax.NamedSharding(auto, PartitionSpec())
+
+    def run(model: Any, home: Any) -> Any:
+        cache = kvjax.init(kvjax.Full(), model.spec(batch=1, capacity=64), layers=1)
+        cache = jax.device_put(cache, home)
+        return generate(model, cache, [[3, 4, 5]], max_new_tokens=4).rows
+
+    one = run(model, None)
+    assert run(jax.device_put(model, everywhere), everywhere) == one
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", [METHOD, "quest:budget=32,page=8,chunk=32,dense_layers=1"])
 def test_logits_of_forced_tokens_are_those_of_one_device(

@@ -449,13 +449,16 @@ def test_a_step_alone_is_a_step_of_the_loop(model, monkeypatch, policy):
     jax.tree.map(np.testing.assert_array_equal, loop.cache, alone.cache)
 
 
-def test_warm_up_compiles_the_step_of_a_stream_of_single_tokens(model, monkeypatch):
+@pytest.mark.parametrize("block", [None, 1])
+def test_warm_up_compiles_the_step_of_a_stream_of_single_tokens(model, block, monkeypatch):
     monkeypatch.setattr("kvjax.generation.loops.WAITS", ("cpu",))
     settings = dict(max_new_tokens=5, chunk=32)
-    warm_up(model, new_cache(), 40, block=1, **settings)
-    cache = new_cache()
+    warm_up(model, new_cache(), 40, block=block, **settings)
+    caches = [new_cache(), new_cache()]
     with compilations() as seen:
-        list(stream(model, cache, words(40), **settings))
+        list(stream(model, caches[0], words(40), **settings))
+        if block is None:
+            generate(model, caches[1], words(40), **settings)
     assert not seen
 
 
