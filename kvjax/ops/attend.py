@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -124,6 +124,7 @@ def attend_slots(
     return attend_gathered(q, kg, vg, selection, logits=logits)
 
 
+@runtime_checkable
 class _AttendZones(Protocol):
     """The arguments of `attend_zones`, by which the thread leads on to its kernel."""
 

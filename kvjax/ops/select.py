@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -523,6 +523,7 @@ def _highest(
     )
 
 
+@runtime_checkable
 class _Select1bit(Protocol):
     """The arguments of `select_1bit`, by which the thread leads on to its kernel."""
 
@@ -611,6 +612,7 @@ def select_1bit(
     )
 
 
+@runtime_checkable
 class _SelectPages(Protocol):
     """The arguments of `select_pages`, by which the thread leads on to its kernel."""
 
