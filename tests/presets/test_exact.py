@@ -37,10 +37,10 @@ def test_picks_the_best_true_scores(group_reduce: str) -> None:
     tokens, lengths = drive.random_tokens(SPEC), np.array([150, 12])
     cache, _ = drive.fill(kvjax.init_layer(policy, SPEC), tokens, lengths)
     for i in range(18):
-        _, cache, _ = drive.step(cache, tokens, lengths + i)
+        _, cache, info = drive.step(cache, tokens, lengths + i)
         for row, n in enumerate(lengths + i + 1):
             q = tokens.q[:, n - 1]
-            found = picks(policy, cache, q, row)
+            found = picks(info, row, 0, n - 1)
             for head in range(2):
                 queries, keys = q[row, head * 4 : head * 4 + 4], tokens.k[row, : n - 1, head]
                 ranks = pooled(
