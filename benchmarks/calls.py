@@ -19,12 +19,10 @@ writes nothing.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -33,7 +31,7 @@ import jax
 import numpy as np
 import throughput
 from layers import out_of, save, show
-from step_trace import BLOCK, shape_of_run
+from step_trace import BLOCK, parser_of_run, shape_of_run
 
 from kvjax.generation import Stream, loops, streaming
 from kvjax.generation.reports import Report
@@ -118,17 +116,8 @@ def times_of(run: Stream, form: str) -> dict[str, float]:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--method", choices=list(devices.METHODS), default="fier")
-    parser.add_argument("--placements", type=lambda text: text.split(","), default=["none"])
-    parser.add_argument("--size", default="1048576x1", help="tokens of a row x rows")
-    parser.add_argument("--layers", type=int, default=16, help="of the shape of an 8B")
-    parser.add_argument("--budget", type=int, default=2048)
+    parser = parser_of_run(__doc__)
     parser.add_argument("--forms", type=lambda text: text.split(","), default=list(FORMS))
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--quick", action="store_true", help="tiny sizes; nothing is written")
     given = parser.parse_args(args)
     if unknown := set(given.forms) - set(FORMS):
         parser.error(f"--forms has {sorted(unknown)}; those known are {', '.join(FORMS)}")

@@ -123,6 +123,21 @@ def clock(run: Any) -> dict[str, float]:
     return {"tpot_ms": round(min(blocks), 4), "call_of_one_ms": round(one, 4)}
 
 
+def parser_of_run(description: str | None) -> argparse.ArgumentParser:
+    """A parser of what runs: a method, on placements, at a size."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--method", choices=list(devices.METHODS), default="fier")
+    parser.add_argument("--placements", type=lambda text: text.split(","), default=["none"])
+    parser.add_argument("--size", default="1048576x1", help="tokens of a row x rows")
+    parser.add_argument("--layers", type=int, default=16, help="of the shape of an 8B")
+    parser.add_argument("--budget", type=int, default=2048)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--quick", action="store_true", help="tiny sizes; nothing is written")
+    return parser
+
+
 def shape_of_run(given: argparse.Namespace) -> tuple[Any, str, int, int]:
     """The model's config, the dtype, tokens of a row and rows that are asked for."""
     config = replace(throughput.SHAPES["llama-3.1-8b"], layers=given.layers, windows=())
@@ -169,18 +184,9 @@ def rows_of(
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--method", choices=list(devices.METHODS), default="fier")
-    parser.add_argument("--placements", type=lambda text: text.split(","), default=["none"])
-    parser.add_argument("--size", default="1048576x1", help="tokens of a row x rows")
-    parser.add_argument("--layers", type=int, default=16, help="of the shape of an 8B")
-    parser.add_argument("--budget", type=int, default=2048)
+    parser = parser_of_run(__doc__)
     parser.add_argument("--steps", type=int, default=8, help="steps of the profile")
     parser.add_argument("--label", default="", help="what is compared, if anything is")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--quick", action="store_true", help="tiny sizes; nothing is written")
     given = parser.parse_args(args)
     if jax.default_backend() == "gpu" and IN_GRAPHS not in os.environ.get("XLA_FLAGS", ""):
         parser.error(
