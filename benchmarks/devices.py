@@ -273,7 +273,7 @@ def decode_time(run: Stream, *, block: int, blocks: int) -> tuple[dict[str, Any]
         times.append(1e3 * (time.perf_counter() - start) / block)
     kvjax.raise_on_overflow(run.cache)
     found = COLLECTIVE.findall(
-        run.programs(alone=block == 1)[0].lower().compile().as_text()
+        run.programs(block)[0].lower().compile().as_text()
     )  # compiled before, and found again
     row = {
         "tpot_ms": round(float(np.median(times)), 4),
@@ -544,7 +544,7 @@ def main(args: Sequence[str] | None = None) -> None:
         cell: tuple[str, str, int, int], pool: ThreadPoolExecutor
     ) -> dict[str, Any]:
         run, _ = begin(*cell, filled=False)
-        decoding = run.programs(alone=block == 1)[0]
+        decoding = run.programs(block)[0]
         # shapes hold no cache while others are compiled
         like = jax.tree.map(shape_of, decoding.args)
         pool.submit(Program(decoding.function, like, decoding.static).compile)

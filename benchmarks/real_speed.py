@@ -178,7 +178,7 @@ def decode(
             with out_of_memory_told({}):
                 lowered = (
                     begin(empty(checkpoint, policies[name], batch, capacity))
-                    .programs(alone=given.block == 1)[0]
+                    .programs(given.block)[0]
                     .lower()
                 )
                 programs.append(pool.submit(lowered.compile))

@@ -625,7 +625,7 @@ def _program_bytes(model: Decoder, run: Stream, length: int, workload: Workload)
     The run compiled these programs; lowering them with arguments of the same shapes finds them
     again.
     """
-    programs = run.programs(alone=workload.block == 1)
+    programs = run.programs(workload.block)
     if not workload.synthetic:
         programs += prompt_programs(model, run.cache, length, chunk=workload.chunk)
     compiled = [program.lower().compile() for program in programs]

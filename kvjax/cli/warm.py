@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvjax.cli.generate import TEXT_BLOCK
 from kvjax.cli.options import (
     Budget,
     CacheName,
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
     from kvjax import Cache, CacheSpec
     from kvjax.models import Checkpoint, Decoder
     from kvjax.policies import PerLayer
-
-# Tokens of a call: on a GPU, commands emit several.
-BLOCK = 4
 
 
 def warm(
@@ -127,7 +125,7 @@ def _programs(
                 short=short,
                 # Prompts are read in the same way for all answers.
                 prompts=sampled is greedy and not short,
-                block=BLOCK,
+                block=TEXT_BLOCK,
             )
             # One program for short answers is the loop of long ones again.
             if not short or len(programs) > 1:

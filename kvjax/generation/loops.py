@@ -236,7 +236,8 @@ def decode_loop(
         done = emit(start._replace(cache=flush(start.cache)))._replace(step=some)
     else:
         done = _between_flushes(more, start, (more, emit))
-    return done, Packed.of(_report(done, jnp.stack([bad, has_no_best(done.logits)])))
+    bad = jnp.stack([bad, has_no_best(done.logits)])
+    return done, Packed.of(_report(done, done.step, bad))
 
 
 def without_loop(alone: bool) -> dict[str, bool]:
@@ -246,15 +247,20 @@ def without_loop(alone: bool) -> dict[str, bool]:
     return {"alone": True} if alone and jax.default_backend() in WAITS else {}
 
 
-def _report(done: Loop, bad: Any) -> Report:
+def _report(
+    done: Loop | DraftLoop, count: Array, bad: Any, numbers: Array | np.ndarray | None = None
+) -> Report:
+    """The report of a loop that emitted `count` tokens; `numbers` are of its drafts, if it has
+    any.
+    """
     return Report(
         tokens=done.tokens,
-        count=done.step,
+        count=count,
         active=done.active,
         bad=bad,
         attended=done.attended,
         counted=done.counted,
-        numbers=np.zeros(3, np.int32),
+        numbers=np.zeros(3, np.int32) if numbers is None else numbers,
         log_probabilities=done.log_probabilities,
     )
 
@@ -474,7 +480,7 @@ def decode_by_layer(
                 infos.append(info)
         s, after = _end_step(ends, s, taken, fed, x, infos if measure else [], stop)
     done = s._replace(cache=dataclasses.replace(cache, layers=tuple(layers)))
-    return done, _report(done, (before, after))
+    return done, _report(done, done.step, (before, after))
 
 
 def programs_by_layer(
@@ -580,17 +586,8 @@ def draft_loop(
         measure=measure,
     )
     done = _between_flushes(rounds.more, start, *rounds.phases(start))
-    report = Report(
-        tokens=done.tokens,
-        count=done.emitted,
-        active=done.active,
-        bad=jnp.stack([bad, has_no_best(done.logits)]),
-        attended=done.attended,
-        counted=done.counted,
-        numbers=done.numbers,
-        log_probabilities=done.log_probabilities,
-    )
-    return done, Packed.of(report)
+    bad = jnp.stack([bad, has_no_best(done.logits)])
+    return done, Packed.of(_report(done, done.emitted, bad, done.numbers))
 
 
 class Fed(NamedTuple):

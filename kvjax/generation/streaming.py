@@ -533,12 +533,20 @@ class Stream(Iterator[Any]):
             self._put_before[name] = before
         return before[1]
 
-    def programs(self, *, alone: bool = False) -> list[Program]:
-        """The programs of `advance` without a draft; with `alone` of steps of one token."""
+    def programs(self, block: int | None = None) -> list[Program]:
+        """The programs of `advance` without a draft, in calls of `block` tokens; None is for
+        calls of any number.
+        """
         arguments, how = self._call(1)
-        if not isinstance(self._model, ByLayer):
-            return [Program(decode_loop, arguments, how | without_loop(alone))]
-        return programs_by_layer(*arguments, **how)
+        if isinstance(self._model, ByLayer):
+            return programs_by_layer(*arguments, **how)
+        loop = Program(decode_loop, arguments, how)
+        if not without_loop(True):
+            return [loop]  # which calls of one token run, too
+        step = Program(decode_loop, arguments, how | without_loop(True))
+        if block is None:
+            return [loop, step]
+        return [step] if block == 1 else [loop]
 
     def advance(self, steps: int) -> np.ndarray:
         """Emits up to `steps` tokens per row and returns them, i32[B, n]; n is 0 when all rows
@@ -702,8 +710,8 @@ def warm_up(
         processed=processed,
     )
     drafts = drafter is not None and drafter.max_tokens > 0
-    if block is None and without_loop(True) and not drafts:
-        for program in run.programs(alone=True):
+    if block is None and not drafts:
+        for program in run.programs():
             program.compile()
     run._advance_all(1, alone=block == 1)
     jax.block_until_ready(run.logits)
@@ -778,8 +786,5 @@ def compile_ahead(
             processed=processed,
             short=short,
         )
-        if block != 1:
-            programs += run.programs()
-        if block == 1 or (block is None and without_loop(True) and not short):
-            programs += run.programs(alone=True)
+        programs += run.programs(block)
     return [program.compile for program in programs]
