@@ -711,7 +711,8 @@ def warm_up(
     )
     drafts = drafter is not None and drafter.max_tokens > 0
     if block is None and not drafts:
-        for program in run.programs():
+        _, *others = run.programs()  # the first compiles as it runs
+        for program in others:
             program.compile()
     run._advance_all(1, alone=block == 1)
     jax.block_until_ready(run.logits)
