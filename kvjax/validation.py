@@ -222,11 +222,11 @@ def check_dims(
     ValueError: k has B=3 but q has B=2; q[2, 1, 4, 16], k[3, 1, 2, 16]
     """
     for name, array in arrays.items():
-        if not hasattr(array, "dtype") or not hasattr(array, "shape"):
+        if not has_dtype(array, np.generic):
             raise ValueError(
                 f"{name} must be an array of floats, got {short_repr(array)}; convert it with jnp.asarray"
             )
-        if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
+        if not has_dtype(array, jnp.floating) or array.dtype.itemsize < 2:
             raise ValueError(
                 f"{name} must be an array of floats, got {array.dtype}{list(array.shape)}; "
                 f"convert it with {name}.astype(jnp.bfloat16) or another float dtype of 16 bits or more"
@@ -326,15 +326,31 @@ def short_repr(value: Any) -> str:
         )
     name = type(value).__name__
     if hasattr(value, "dtype") and hasattr(value, "shape"):
-        return f"an array {np.dtype(value.dtype).name}{list(value.shape)}"
+        return f"an array {described(value)}"
     return f"{'an' if name[:1].lower() in 'aeio' else 'a'} {name}"
 
 
 def described(value: Any) -> str:
     """An array by dtype and shape, anything else by what it is."""
     if hasattr(value, "dtype") and hasattr(value, "shape"):
-        return f"{np.dtype(value.dtype).name}{list(value.shape)}"
+        try:
+            name = np.dtype(value.dtype).name
+        except TypeError:  # of another library, or of keys of jax.random
+            name = str(value.dtype)
+        return f"{name}{list(value.shape)}"
     return short_repr(value)
+
+
+def has_dtype(value: Any, kind: Any) -> bool:
+    """True for an array of NumPy or JAX whose dtype is of a `kind`, such as `jnp.floating`.
+
+    >>> has_dtype(np.ones(2), jnp.floating), has_dtype([1.0], jnp.floating)
+    (True, False)
+    """
+    try:
+        return bool(jnp.issubdtype(value.dtype, kind))
+    except (AttributeError, TypeError):  # an array of another library has other dtypes
+        return False
 
 
 def first_line(error: Exception) -> str:

@@ -26,7 +26,15 @@ import kvjax
 from kvjax import models, presets
 from kvjax.evaluate import Example
 from kvjax.evaluate.tasks import check_task, checking
-from kvjax.generation import decode, drafts, prefill, processors
+from kvjax.generation import (
+    compile_ahead,
+    decode,
+    drafts,
+    prefill,
+    processors,
+    warm_up,
+)
+from kvjax.generation.sampling import sampling
 
 SPEC = kvjax.CacheSpec(
     batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=64, dtype="float32"
@@ -91,6 +99,21 @@ class HalfASelector:
     def check(self, spec: kvjax.CacheSpec, chunk: int) -> None: ...
 
     def init(self, spec: kvjax.CacheSpec, slots: int) -> None: ...
+
+
+class ForeignArray:
+    """An array of another library, whose dtypes NumPy does not know."""
+
+    shape = (2, 1, 4, 16)
+    ndim = 4
+    dtype = "theirs.float32"
+
+    def __array__(self, *asked: Any, **how: Any) -> np.ndarray:
+        return np.ones(self.shape, np.float32)
+
+
+def running() -> kvjax.generation.Stream:
+    return kvjax.stream(model(), cache(), [[1], [2]], max_new_tokens=2)
 
 
 def donated(made: Any) -> Any:
@@ -715,6 +738,69 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
             _plain_model, cache(), jnp.zeros((2, 50)), max_new_tokens=2, measure=True
         ),
         "the model takes no info; add it",
+    ),
+    "queries of another library": (
+        lambda: kvjax.attention(layer(), ForeignArray(), *qkv(1)[1:]),  # type: ignore[arg-type]
+        r"q must be an array of floats, got an array theirs\.float32\[2, 1, 4, 16\]; convert it with jnp\.asarray",
+    ),
+    "a key of another library": (
+        lambda: kvjax.generate(
+            model(),
+            cache(),
+            [[1], [2]],
+            max_new_tokens=2,
+            key=ForeignArray(),  # type: ignore[arg-type]
+            sampling=sampling(0.5),
+        ),
+        r"key must be made by jax\.random\.key\(seed\), got theirs\.float32",
+    ),
+    "a number of another library": (
+        lambda: kvjax.generate(model(), cache(), [[1], [2]], max_new_tokens=ForeignArray()),  # type: ignore[arg-type]
+        r"max_new_tokens must be an integer, got an array theirs\.float32\[2, 1, 4, 16\]",
+    ),
+    "a key for a temperature": (
+        lambda: sampling(jax.random.key(0)),
+        r"temperature must be a number, got an array key<fry>\[\]",
+    ),
+    "temperatures in lists of several lengths": (
+        lambda: sampling([[0.5], [1.0, 2.0]]),
+        "temperature must be a number, got a list",
+    ),
+    "logits in a list": (
+        lambda: decode(model(), cache(), [[0.0] * 50] * 2, max_new_tokens=2),  # type: ignore[arg-type]
+        r"logits must be floats \[B=2, V\] for this cache, got a list; pass those of prefill",
+    ),
+    "token ids for logits": (
+        lambda: decode(model(), cache(), jnp.zeros((2, 50), jnp.int32), max_new_tokens=2),
+        r"logits must be floats \[B=2, V\] for this cache, got int32\[2, 50\]",
+    ),
+    "a stream that advances by a text": (
+        lambda: running().advance("3"),  # type: ignore[arg-type]
+        r"advance\(steps=\.\.\.\) must be an integer, got '3'",
+    ),
+    "a stream that advances by half a step": (
+        lambda: running().advance(0.5),  # type: ignore[arg-type]
+        r"advance\(steps=\.\.\.\) must be an integer, got 0\.5",
+    ),
+    "a stream that goes back": (
+        lambda: running().advance(-1),
+        r"advance\(steps=\.\.\.\) must be at least 0, got -1",
+    ),
+    "a text for the block to warm up": (
+        lambda: warm_up(model(), cache(), 3, max_new_tokens=2, block="1"),  # type: ignore[arg-type]
+        "block must be an integer, got '1'",
+    ),
+    "no block to compile ahead": (
+        lambda: compile_ahead(model(), cache(), 3, block=0),
+        "block must be at least 1, got 0",
+    ),
+    "no prompt to warm up": (
+        lambda: warm_up(model(), cache(), 0, max_new_tokens=2),
+        r"warm_up\(prompt_tokens=\.\.\.\) must be at least 1, got 0",
+    ),
+    "a cache in use to warm up": (
+        lambda: warm_up(model(), running().cache, 3, max_new_tokens=2),
+        "warm_up consumes an empty cache, and this one holds tokens; make another one",
     ),
     "one list of tokens for a prompt": (
         lambda: kvjax.generate(model(), cache(), [1, 2], max_new_tokens=2),  # type: ignore[list-item]

@@ -31,7 +31,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from kvjax.memory import on_host
-from kvjax.validation import MOST, cut, short_repr
+from kvjax.validation import MOST, cut, has_dtype, short_repr
 
 
 @jax.tree_util.register_dataclass
@@ -237,10 +237,10 @@ def _check_key(key: Array | None, rows: int) -> Array:
         raise ValueError(
             "a draw needs a key: pass key=jax.random.key(seed), or sample greedily"
         )
-    dtype = getattr(key, "dtype", None)
-    if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    if not has_dtype(key, jax.dtypes.prng_key):
+        got = getattr(key, "dtype", type(key).__name__)
         raise ValueError(
-            f"key must be made by jax.random.key(seed), got {dtype or type(key).__name__}; "
+            f"key must be made by jax.random.key(seed), got {got}; "
             "wrap an older key with jax.random.wrap_key_data"
         )
     if key.ndim and key.shape != (rows,):
@@ -393,7 +393,10 @@ def _setting(name: str, value: Any) -> np.ndarray:
             f"{name} is traced, so its value cannot be checked here; use kvjax.generation.sampling.Sampling directly"
         )
     dtype, allowed, wanted = CHECKS[name]
-    found = np.asarray(value)
+    try:
+        found = np.asarray(value)
+    except (TypeError, ValueError):  # a key of jax.random, or lists of several lengths
+        found = np.asarray(None)
     kind = "integer" if dtype is np.int32 else "number"
     if found.dtype == bool or not np.issubdtype(
         found.dtype, np.integer if dtype is np.int32 else np.number

@@ -78,7 +78,7 @@ from kvjax.generation.text import Detokenizer
 from kvjax.memory import commit_together, on_host, zeros_like
 from kvjax.sharding.placement import to_context
 from kvjax.spec import require_int
-from kvjax.validation import check_alive
+from kvjax.validation import check_alive, described, has_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,9 +210,10 @@ def decode(
     check_model_cache(model, cache, _keywords(measure, None))
     model = as_model(model)
     B = cache.spec.batch
-    if logits.ndim != 2 or logits.shape[0] != B:
+    if not has_dtype(logits, jnp.floating) or logits.ndim != 2 or logits.shape[0] != B:
         raise ValueError(
-            f"logits must be [B={B}, V] for this cache, got shape {list(logits.shape)}"
+            f"logits must be floats [B={B}, V] for this cache, got {described(logits)}; pass those of prefill or of "
+            "a Generation"
         )
     rows = np.ones((B,), bool) if active is None else np.asarray(active)
     if rows.shape != (B,) or rows.dtype != bool:
@@ -537,6 +538,7 @@ class Stream(Iterator[Any]):
         """The programs of `advance` without a draft, in calls of `block` tokens; None is for
         calls of any number.
         """
+        block = _block_or_any(block)
         arguments, how = self._call(1)
         if isinstance(self._model, ByLayer):
             return programs_by_layer(*arguments, **how)
@@ -554,6 +556,7 @@ class Stream(Iterator[Any]):
 
         To go on after Ctrl-C, call it inside of `interrupts_wait`.
         """
+        steps = require_int("advance(steps=...)", steps, at_least=0)
         return self._advance_all(steps, alone=steps == 1)
 
     @on_auto_axes
@@ -684,7 +687,13 @@ def warm_up(
     report(0, 2, "for the prompt")
     check_model_cache(model, cache, _keywords(measure, draft))
     model = as_model(model)
+    prompt_tokens = require_int("warm_up(prompt_tokens=...)", prompt_tokens, at_least=1)
     max_new_tokens = require_int("max_new_tokens", max_new_tokens, at_least=1)
+    block = _block_or_any(block)
+    if np.any(on_host(cache.length)):
+        raise ValueError(
+            "warm_up consumes an empty cache, and this one holds tokens; make another one like it for warm_up"
+        )
     B = cache.spec.batch
     one = np.ones((B,), np.int32)
     drafter = None
@@ -716,6 +725,11 @@ def warm_up(
             program.compile()
     run._advance_all(1, alone=block == 1)
     jax.block_until_ready(run.logits)
+
+
+def _block_or_any(block: int | None) -> int | None:
+    """Checks the tokens of a stream's calls; None is for calls of any number."""
+    return None if block is None else require_int("block", block, at_least=1)
 
 
 def _draws_of_any_key(sampling: Sampling, rows: int) -> Draws | None:
@@ -768,6 +782,7 @@ def compile_ahead(
     changes, or `abstract_cache`. Call `stream` after all of them have returned, or it compiles again.
     `block` is as in `warm_up`.
     """
+    block = _block_or_any(block)
     V = vocabulary_size(model)
     programs = prompt_programs(model, cache, prompt_tokens, chunk=chunk) if prompts else []
     if steps and V is not None:

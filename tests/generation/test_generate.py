@@ -689,7 +689,7 @@ def test_what_the_cache_holds_counts_against_its_capacity(model):
 
 def test_misshapen_arguments_are_named(model):
     logits = jnp.zeros((1, VOCAB))
-    with pytest.raises(ValueError, match=r"logits must be \[B=1, V\]"):
+    with pytest.raises(ValueError, match=r"logits must be floats \[B=1, V\]"):
         decode(model, new_cache(), logits[0], max_new_tokens=1)
     with pytest.raises(ValueError, match=r"active must be bool\[B=1\], got int"):
         decode(model, new_cache(), logits, max_new_tokens=1, active=[1])
