@@ -13,6 +13,7 @@ of all dialects in it: 6 ms, two thirds of the time that a small program takes t
 import functools
 import hashlib
 import inspect
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -27,6 +28,10 @@ MOST = 800
 _kept: OrderedDict[Any, Any] = OrderedDict()  # the program that was used last is at the end
 # Programs in one context, which keeps their types and constants; as many as jax 0.11 has.
 LOWERED = 10
+# What jax writes of an array that was put on a device, as an engine's are, and of no other. To a
+# program of one device it says nothing.
+_PUT = r"sdy\.sharding = #sdy\.sharding<@empty_mesh, \[[{}, ]*\]>"
+_ON_ONE_DEVICE = re.compile(rf"  sdy\.mesh @empty_mesh = .*\n| \{{{_PUT}\}}|{_PUT}, |, {_PUT}")
 _KNOWN = ["backend", "computation", "devices", "compile_options", "host_callbacks"]
 
 
@@ -69,8 +74,10 @@ def _once(compile_anew: Callable[..., Any]) -> Callable[..., Any]:
         if host_callbacks or cached or backend.platform != "cpu":
             return compiled()
         text = computation.operation.get_asm(enable_debug_info=False)
+        if compile_options.num_partitions == 1:
+            text = _ON_ONE_DEVICE.sub("", text)
         digest = hashlib.sha256(text.encode()).digest()
-        key = (backend, digest, compile_options.SerializeAsString())
+        key = (backend, digest, _serialized(compile_options))
         if key not in _kept:
             _kept[key] = compiled()
             if len(_kept) > MOST:
@@ -79,6 +86,17 @@ def _once(compile_anew: Callable[..., Any]) -> Callable[..., Any]:
         return _kept[key]
 
     return compile_or_get_kept
+
+
+def _serialized(options: Any) -> bytes:
+    """The options of a program, of one device without those that say where arguments were put."""
+    build = options.executable_build_options
+    put = build.allow_spmd_sharding_propagation_to_parameters
+    if options.num_partitions == 1:
+        build.allow_spmd_sharding_propagation_to_parameters = [True] * len(put)
+    found: bytes = options.SerializeAsString()
+    build.allow_spmd_sharding_propagation_to_parameters = put
+    return found
 
 
 def reuse_contexts() -> bool:

@@ -42,6 +42,18 @@ def test_equal_programs_are_one_and_others_are_not(kept: OrderedDict[Any, Any]) 
         assert len(kept) == programs
 
 
+@pytest.mark.parametrize("donate", [(), 0])
+def test_a_program_serves_arrays_that_were_put_on_a_device_and_others(
+    kept: OrderedDict[Any, Any], donate: Any
+) -> None:
+    for given in (jax.device_put(X), jax.device_put(X, jax.devices()[0])):
+        committed = given.committed
+        doubled = jax.jit(lambda x: x * 2, donate_argnums=donate)(given)
+        np.testing.assert_array_equal(doubled, 2 * X)
+        assert doubled.committed == committed
+        assert len(kept) == 1
+
+
 def test_a_program_that_donates_is_another(kept: OrderedDict[Any, Any]) -> None:
     given = jax.device_put(X)
     for donate in ((), 0):
