@@ -260,7 +260,53 @@ MISTAKES: dict[str, tuple[Any, str]] = {
         lambda: selecting(changed(MeanKey, truncate=lambda self, ix, count: None)),
         "Mine.truncate returned None, wanted what its init gave",
     ),
+    "an index that is no pytree": (
+        lambda: selecting(changed(MeanKey, init=lambda self, spec, slots: Halves())),
+        "Mine.init returned a Halves, where arrays are wanted",
+    ),
+    "score that is an object": (
+        lambda: selecting(changed(MeanKey, score=lambda self, ix, q, logits: [object()])),
+        "Mine.score returned a list, where arrays are wanted",
+    ),
+    "an index of keys of jax.random": (
+        lambda: selecting(changed(MeanKey, init=lambda self, spec, slots: jax.random.key(0))),
+        r"Mine.init returned key<fry>\[\], wanted an array whose first axis are the 2 rows",
+    ),
+    "a check of no arguments": (
+        lambda: selecting(changed(MeanKey, check=lambda self: None)),
+        r"Mine.check does not take what a kvjax.Selector is called with .*; give it the parameters \(spec, chunk\)",
+    ),
+    "a check that divides by 0": (
+        lambda: selecting(changed(MeanKey, check=lambda self, spec, chunk: chunk // 0)),
+        "Mine.check raised ZeroDivisionError: ",
+    ),
+    "a verb that no cache is made with": (
+        lambda: selecting(changed(MeanKey, bytes_read=lambda self: 8)),
+        r"Mine.bytes_read does not take what a kvjax.Selector is called with .* the parameters \(spec, length\)",
+    ),
+    "a number for a verb": (
+        lambda: selecting(changed(MeanKey, bytes_read=8)),
+        r"Mine.bytes_read does not take what .* \(8 is not a callable object\); give it",
+    ),
+    "a method for a flag": (
+        lambda: selecting(changed(MeanKey, reads_store=lambda self: False)),
+        "Mine.reads_store is a method, and must be True or False",
+    ),
     # ----------------------------------------------------------------------------------------------------- stores
+    "a store of no page": (
+        lambda: kvjax.Retrieval(selector=MeanKey(), store=changed(Rounded, page=0), budget=32),
+        "Mine.page must be at least 1, got 0",
+    ),
+    "a store whose page is text": (
+        lambda: kvjax.Retrieval(
+            selector=MeanKey(), store=changed(Rounded, page="8"), budget=32
+        ),
+        "Mine.page must be an integer, got '8'",
+    ),
+    "a store whose verb of some programs takes nothing": (
+        lambda: storing(changed(Rounded, bytes_per_token=lambda self: 4)),
+        r"Mine.bytes_per_token does not take what a kvjax.Store is called with .*",
+    ),
     "a store without verbs": (
         lambda: storing(changed(kvjax.Store)),
         "Mine.init is not implemented; a kvjax.Store needs init, append, and attend",
@@ -354,7 +400,43 @@ MISTAKES: dict[str, tuple[Any, str]] = {
         r"Mine.score_all does not take what a kvjax.Evictor is called with \(missing a required argument: "
         r"'position'\); give it the parameters \(tokens\)",
     ),
+    "an evictor that remembers a text": (
+        lambda: evicting(changed(KeyNorm, remembers=lambda self, head_dim: "all")),
+        r"Mine.remembers\(...\) must be an integer, got 'all'",
+    ),
+    "an evictor that fails to remember": (
+        lambda: evicting(changed(KeyNorm, remembers=lambda self, head_dim: head_dim // 0)),
+        "Mine.remembers raised ZeroDivisionError: ",
+    ),
+    "an evictor whose verb of another kind takes nothing": (
+        lambda: evicting(changed(KeyNorm, see_queries=lambda self: None)),
+        "Mine.see_queries does not take what a kvjax.Evictor is called with",
+    ),
     # ---------------------------------------------------------------------------------------- demotions, policies
+    "a demotion without the size of the window": (
+        lambda: demoting(changed(Halves, leaving=lambda self: np.arange(16))),
+        r"Mine.leaving does not take what a kvjax.Demotion is called with .*; give it the parameters \(local\)",
+    ),
+    "a demotion whose places take one number": (
+        lambda: demoting(changed(Halves, place=lambda self, slot: slot)),
+        r"Mine.place does not take .*; give it the parameters \(flushes, slot\)",
+    ),
+    "a demotion that fails": (
+        lambda: demoting(changed(Halves, staying=lambda self, local: np.arange(local // 0))),
+        "Mine.staying raised ZeroDivisionError: ",
+    ),
+    "a policy that is always full": (
+        lambda: changed(Whole, full_rows=lambda self, st: True),
+        r"Mine.full_rows returned bool\[\], wanted None or bool\[2\]",
+    ),
+    "a policy that rolls back without lengths": (
+        lambda: changed(Whole, rollback=lambda self, st: st),
+        r"Mine.rollback does not take what a kvjax.Policy is called with .* the parameters \(st, lengths\)",
+    ),
+    "a policy whose flag is a method": (
+        lambda: changed(Whole, reversible=lambda self: False),
+        "Mine.reversible is a method, and must be True or False",
+    ),
     "a demotion that loses a slot": (
         lambda: demoting(changed(Halves, staying=lambda self, local: np.arange(0))),
         r"Mine.leaving\(4\) and staying\(4\) must name each of the \d+ slots once, got 16 and 0",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache, partial
-from inspect import Parameter, Signature, signature
+from inspect import Parameter, Signature, getattr_static, isfunction, signature
 from typing import Any
 
 import jax
@@ -37,7 +37,7 @@ from kvjax.selectors import Selector
 from kvjax.spec import CacheSpec, require_int
 from kvjax.stores import Store
 from kvjax.stores.demotion import Demotion
-from kvjax.validation import described, first_line, parts_of, short_repr
+from kvjax.validation import described, first_line, parts_of, raised, short_repr
 
 Shape = jax.ShapeDtypeStruct
 BASES = (Selector, Store, Evictor, Policy)
@@ -63,7 +63,9 @@ def check_contract(policy: Policy, spec: CacheSpec, *, whole: bool = False) -> N
     if not whole and (not _checked.get() or not _is_outside(policy)):
         return
     for part in parts_of(policy):
-        _check_value(part)
+        if whole or _is_class_outside(part):
+            _check_value(part)
+            _check_attributes(part)
     _check(policy, spec, whole)
 
 
@@ -90,8 +92,6 @@ def _is_class_outside(part: Any) -> bool:
 
 def _check_value(part: Any) -> None:
     """A policy is a part of compiled programs, which are found by its hash."""
-    if not _is_class_outside(part):
-        return
     try:
         hash(part)
     except TypeError as error:
@@ -100,6 +100,23 @@ def _check_value(part: Any) -> None:
             f"{name} cannot be hashed ({error}), and a policy is a part of the compiled program; make {name} a "
             "dataclass with frozen=True, whose fields are numbers, texts or tuples, and keep arrays in the state"
         ) from error
+
+
+def _check_attributes(part: Any) -> None:
+    """Raises ValueError unless verbs, also those that no cache is made with, take what their
+    base's are called with, and flags are bools: a method in place of one would count as true.
+    """
+    bases = [base for base in BASES if isinstance(part, base)]
+    for name in dir(bases[0]) if bases else ():
+        own = getattr_static(bases[0], name)
+        if name.startswith("_"):
+            continue
+        if isfunction(own):
+            _check_parameters(part, name, bases[0])
+        elif isinstance(own, bool) and not isinstance(getattr(part, name), bool):
+            raise ValueError(
+                f"{type(part).__name__}.{name} is {short_repr(getattr(part, name))}, and must be True or False"
+            )
 
 
 def _check_zoned(policy: Zoned, spec: CacheSpec, whole: bool) -> None:
@@ -126,7 +143,7 @@ def _check_selector(selector: Selector, spec: CacheSpec, chunk: int, slots: int)
             f"{name}.group_reduce is {short_repr(rule)}, and must be one of {', '.join(GROUP_REDUCES)}"
         )
     unit = require_int(f"{name}.unit", selector.unit, at_least=1)
-    selector.check(spec, chunk)
+    _asked(selector, "check", spec, chunk)
 
     index = _call(selector, "init", spec, slots)
     _require_rows(selector, index, spec)
@@ -156,7 +173,6 @@ def _check_selection(policy: Retrieval, spec: CacheSpec) -> None:
     """The `select` of a selector that overrides it."""
     selector = policy.selector
     st = jax.eval_shape(partial(policy.init, spec))
-    _check_parameters(selector, "select", None, None, None, logits=_step(spec).logits)
     found = _traced(
         selector,
         "select",
@@ -184,7 +200,7 @@ def _check_store(
 ) -> None:
     name = type(store).__name__
     page = require_int(f"{name}.page", store.page, at_least=1)
-    store.check(spec, chunk)
+    _asked(store, "check", spec, chunk)
 
     # Verbs that keep tokens.
     st = _call(store, "init", spec, slots)
@@ -276,7 +292,9 @@ def _check_evictor(evictor: Evictor, spec: CacheSpec, slots: int) -> None:
         _require_floats(evictor, "see_step", after, held.shape, "the evidence of each token")
     memory = None
     step = None
-    if count := require_int(f"{name}.remembers(...)", evictor.remembers(D), at_least=0):
+    if count := require_int(
+        f"{name}.remembers(...)", _asked(evictor, "remembers", D), at_least=0
+    ):
         memory = Shape((B, K, G, count, D), jnp.float32)
         step = _step(spec)
         after = _call(
@@ -296,7 +314,6 @@ def _check_evictor(evictor: Evictor, spec: CacheSpec, slots: int) -> None:
         held = Tokens(evidence, position, end, slots, k, v, memory, step, asked=end)
         return evictor.score_all(held)
 
-    _check_parameters(evictor, "score_all", None)
     score = _traced(
         evictor, "score_all", score_all, evidence, position, _rows(spec), k, v, memory
     )
@@ -308,10 +325,14 @@ def _check_evictor(evictor: Evictor, spec: CacheSpec, slots: int) -> None:
 
 def _check_demotion(demote: Demotion, local: int) -> None:
     name = type(demote).__name__
+    for verb in ("slots", "leaving", "staying", "place"):
+        _check_parameters(demote, verb, Demotion)
     chunk = require_int(f"{name}.leave", demote.leave, at_least=1)
-    slots = require_int(f"{name}.slots({local})", demote.slots(local), at_least=chunk)
-    leaving = np.asarray(demote.leaving(local)).tolist()
-    staying = np.asarray(demote.staying(local)).tolist()
+    slots = require_int(
+        f"{name}.slots({local})", _asked(demote, "slots", local), at_least=chunk
+    )
+    leaving = np.asarray(_asked(demote, "leaving", local)).tolist()
+    staying = np.asarray(_asked(demote, "staying", local)).tolist()
     if len(leaving) != chunk:
         raise ValueError(
             f"{name}.leaving({local}) returned {len(leaving)} slots, and `leave` says that {chunk} leave together"
@@ -350,6 +371,9 @@ def _check_policy(policy: Policy, spec: CacheSpec) -> None:
     else:
         after = _call(policy, "update_for_step", st, k, v, flag, _step(spec))
         _require_same(policy, "update_for_step", after, st, "its init gave")
+    full = _call(policy, "full_rows", st)
+    if full is not None:
+        _require_array(policy, "full_rows", full, flag, "None or")
     _require_same(policy, "flush", _call(policy, "flush", st), st, "its init gave")
     part = _call(policy, "attend_stored", st, q, _step(spec))
     _require_part(policy, "attend_stored", part, (B, K, 2 * G, E))
@@ -390,7 +414,6 @@ def _step(spec: CacheSpec) -> Step:
 def _call(part: Any, verb: str, *args: Any, **settings: Any) -> Any:
     """The shapes that a verb of a part returns; arguments that are no shapes are static."""
     method = getattr(part, verb)
-    _check_parameters(part, verb, *args, **settings)
     static = {i: arg for i, arg in enumerate(args) if isinstance(arg, CacheSpec | Step | int)}
     arrays = [arg for i, arg in enumerate(args) if i not in static]
 
@@ -403,13 +426,25 @@ def _call(part: Any, verb: str, *args: Any, **settings: Any) -> Any:
     return _traced(part, verb, run, *arrays)
 
 
-def _check_parameters(part: Any, verb: str, *args: Any, **settings: Any) -> None:
-    """Raises ValueError for a verb that does not take the arguments of its base's."""
+def _asked(part: Any, verb: str, *args: Any) -> Any:
+    """What a verb that takes no arrays returns, or a ValueError that names the class and it."""
     try:
-        signature(getattr(part, verb)).bind(*args, **settings)
+        return getattr(part, verb)(*args)
+    except ValueError:
+        raise
+    except Exception as error:
+        raise raised(f"{type(part).__name__}.{verb}", error) from error
+
+
+def _check_parameters(part: Any, verb: str, base: type) -> None:
+    """Raises ValueError for a verb that does not take the arguments of its base's."""
+    _, *wanted = signature(getattr(base, verb)).parameters.values()
+    needed = [one for one in wanted if one.default is Parameter.empty]
+    by_name = [one.name for one in needed if one.kind is Parameter.KEYWORD_ONLY]
+    by_place = [None] * (len(needed) - len(by_name))
+    try:
+        signature(getattr(part, verb)).bind(*by_place, **dict.fromkeys(by_name))
     except TypeError as error:
-        base = next(base for base in BASES if isinstance(part, base))
-        _, *wanted = signature(getattr(base, verb)).parameters.values()
         plain = Signature([one.replace(annotation=Parameter.empty) for one in wanted])
         raise ValueError(
             f"{type(part).__name__}.{verb} does not take what a kvjax.{base.__name__} is called with ({error}); "
@@ -504,7 +539,10 @@ def _described(value: Any) -> str:
     """An array by dtype and shape; a tuple or a state by its arrays."""
     if hasattr(value, "dtype") or value is None or isinstance(value, str | int | float):
         return described(value)
-    leaves = [_described(leaf) for leaf in jax.tree.leaves(value)]
+    found = jax.tree.leaves(value)
+    if len(found) == 1 and found[0] is value:  # no pytree
+        return short_repr(value)
+    leaves = [_described(leaf) for leaf in found]
     few = ", ".join(leaves[:4]) + (", ..." if len(leaves) > 4 else "")
     if type(value) is tuple:
         return f"({few})"

@@ -125,7 +125,8 @@ class Follower(SelectedZones):
 
 def require_whole_pages(store: Store, unit: int, who: str) -> None:
     """Raises ValueError if a store moves whole pages, which units of `unit` tokens would cut."""
-    if unit % store.page:
+    page = require_int(f"{type(store).__name__}.page", store.page, at_least=1)
+    if unit % page:
         raise ValueError(
             f"{store} moves whole pages, but {who}; use {type(store).__name__}(page={unit})"
         )
