@@ -119,19 +119,23 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def own_digest(policies: PerLayer | None) -> str:
-    """The digest of the files that define a user's own parts of policies; empty if all are kvjax's.
+    """The digest of the files that define a user's own parts of policies, and of those beside
+    them that they import; empty if all parts are kvjax's.
 
     A part's repr does not change when its code does. Parts that no file defines, such as those of
     a notebook, are known by their repr alone.
     """
+    from kvjax.presets.loading import files_of
+
     files = set()
     layers = () if policies is None else (*policies.first, policies.rest)
     for part in (part for policy in layers for part in parts_of(policy)):
         outside = is_dataclass(part) and type(part).__module__.partition(".")[0] != "kvjax"
         module = sys.modules.get(type(part).__module__) if outside else None
-        file = getattr(module, "__file__", None)
-        if file is not None and Path(file).is_file():
-            files.add(digest(file))
+        found = files_of(type(part)) if outside else []
+        if not found and (file := getattr(module, "__file__", None)) is not None:
+            found = [Path(file)]
+        files |= {digest(file) for file in found if file.is_file()}
     return digest_json(sorted(files)) if files else ""
 
 

@@ -1,8 +1,9 @@
 """Loads the objects that text names: those of a file, "mine.py:NAME", of a module,
 "package.module:NAME", or of an installed package that announces them in its metadata.
 
-A file is a module of its own, run once until it changes. While it runs it can import the files
-beside it, as a script can; `sys.path` is afterwards what it was.
+A file is a module of its own, run once until it, or a file beside it that it imports, changes.
+While it runs it can import the files beside it, as a script can; `sys.path` is afterwards what it
+was. Each file imports them anew, so those of two folders may have one name.
 
 A package announces what it has by entry points:
 
@@ -18,7 +19,7 @@ import importlib.util
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -33,9 +34,17 @@ MODULE = re.compile(
     r"(?P<place>[^\W\d][\w.]*):(?P<name>[^\W\d]\w*)(?::(?P<rest>.*))?", re.DOTALL
 )
 
-_files: dict[
-    Path, tuple[int, ModuleType]
-] = {}  # by path: the time of its last change, and the module
+
+@dataclass(frozen=True)
+class _Run:
+    """A file that was run."""
+
+    module: ModuleType
+    beside: dict[str, ModuleType]  # what it imported from its folder, by name
+    files: dict[Path, int | None]  # those of all these modules: when each was last changed
+
+
+_runs: dict[Path, _Run] = {}  # by the path of the file
 
 
 @dataclass(frozen=True)
@@ -134,7 +143,7 @@ def _module(wanted: Reference, label: str) -> ModuleType:
 
 
 def _run_file(path: Path, label: str) -> ModuleType:
-    """The module of a file: the same one until the file changes."""
+    """The module of a file: the same one until it or a file that it imports changes."""
     try:
         path = path.expanduser().resolve()
         known = path.is_file()
@@ -144,24 +153,74 @@ def _run_file(path: Path, label: str) -> ModuleType:
         raise ValueError(
             cut(f"{label}: there is no file {path}; give the path of a Python file")
         )
-    changed = path.stat().st_mtime_ns
-    if path in _files and _files[path][0] == changed:
-        return _files[path][1]
+    run = _runs.get(path)
+    if run is not None and run.files == _times(run.files):
+        return run.module
+    times = _times([path])
     # A name that no other module has: dataclasses look their module up by it.
-    name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}_{changed}"
+    name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}_{times[path]}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, path
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    beside: dict[str, ModuleType] = {}
     try:
-        with _importable(path.parent):
+        with _imported_anew(path.parent) as beside, _importable(path.parent):
             # Compiled here: bytecode on disk would be taken for a file that changed within a second.
             exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
     except (Exception, SystemExit) as error:  # a script may end in sys.exit()
-        del sys.modules[name]
+        for one in (name, *beside):
+            sys.modules.pop(one, None)
         raise ValueError(f"{label}: {path.name} raised {_brief(error, path)}") from error
-    _files[path] = changed, module
+    times |= _times(file for one in beside.values() if (file := _file_of(one)) is not None)
+    _runs[path] = _Run(module, beside, times)
     return module
+
+
+def files_of(kind: type) -> list[Path]:
+    """The files that a class is made of, if one that was run here defines or imports it: that
+    file, and those beside it that it imports.
+    """
+    for run in _runs.values():
+        imported = any(vars(one).get(kind.__name__) is kind for one in run.beside.values())
+        if imported or kind.__module__ == run.module.__name__:
+            return sorted(run.files)
+    return []
+
+
+def _times(files: Iterable[Path]) -> dict[Path, int | None]:
+    """When each file was last changed; None if it is gone."""
+    return {file: file.stat().st_mtime_ns if file.is_file() else None for file in files}
+
+
+def _file_of(module: ModuleType) -> Path | None:
+    name = getattr(module, "__file__", None)
+    return Path(name) if isinstance(name, str) else None
+
+
+@contextmanager
+def _imported_anew(folder: Path) -> Iterator[dict[str, ModuleType]]:
+    """In the block, modules that files imported from their folders are imported anew. Yields
+    those that it imports from `folder`, by name, which are known after it.
+    """
+    for run in _runs.values():
+        for name, module in run.beside.items():
+            if sys.modules.get(name) is module:
+                del sys.modules[name]
+    before = set(sys.modules)
+    found: dict[str, ModuleType] = {}
+    try:
+        yield found
+    finally:
+        for name in sys.modules.keys() - before:
+            place = folder / name.replace(".", "/")
+            # Installed packages may be below the folder, and known ones go on to import their own.
+            own = _file_of(sys.modules[name]) in (
+                place.with_suffix(".py"),
+                place / "__init__.py",
+            )
+            if own and name.partition(".")[0] not in before:
+                found[name] = sys.modules[name]
 
 
 @contextmanager
@@ -187,7 +246,7 @@ def _brief(error: BaseException, path: Path | None = None) -> str:
         if path is not None and frame.filename == str(path)
     ]
     if isinstance(error, SyntaxError):
-        lines = [error.lineno]
+        lines = [] if error.lineno is None else [error.lineno]
     at = f" on line {lines[-1]}" if lines else ""
     says = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
     return f"{type(error).__name__}{at}" + (f": {says}" if says else "")

@@ -224,6 +224,51 @@ def test_a_file_runs_once_until_it_changes_and_leaves_no_path_behind(folder: Pat
     del sys.modules["beside"]
 
 
+def budget_of(file: str) -> int:
+    return presets.parse(f"{file}:policy").rest.budget  # type: ignore[attr-defined]
+
+
+def test_files_of_two_folders_import_what_is_beside_them(folder: Path) -> None:
+    for i, place in enumerate(("a", "b")):
+        (folder / place).mkdir()
+        (folder / place / "shared.py").write_text(f"budget = {64 + i}\n")
+        text = MINE + "import shared\npolicy = mine(shared.budget)\n"
+        (folder / place / "mine.py").write_text(text)
+    assert budget_of("a/mine.py") == 64
+    assert budget_of("b/mine.py") == 65
+    (folder / "c").mkdir()
+    (folder / "c" / "shared.py").write_text("budget = 66\n")
+    (folder / "c" / "mine.py").write_text("import shared\nshared.missing\n")
+    with pytest.raises(ValueError, match=r"mine\.py raised AttributeError on line 2"):
+        presets.parse("c/mine.py:policy")
+    os.utime(folder / "a" / "mine.py", ns=(1, 1))
+    assert budget_of("a/mine.py") == 64
+    (folder / "b" / "shared.py").write_text("budget = 70\n")  # and not the file that imports it
+    os.utime(folder / "b" / "shared.py", ns=(1, 1))
+    assert budget_of("b/mine.py") == 70
+    assert budget_of("a/mine.py") == 64
+    del sys.modules["shared"]
+
+
+def test_a_package_below_the_folder_is_imported_once(folder: Path) -> None:
+    """As in a project with its environment in it."""
+    packages = folder / "env" / "packages"
+    (packages / "installed").mkdir(parents=True)
+    (packages / "installed" / "__init__.py").write_text("")
+    text = MINE + f"import sys\nsys.path.append({str(packages)!r})\nimport installed\n"
+    before = list(sys.path)
+    try:
+        found = []
+        for name in ("mine.py", "other.py"):
+            (folder / name).write_text(text + "policy = mine(64)\n")
+            presets.parse(f"{name}:policy")
+            found.append(sys.modules["installed"])
+        assert found[0] is found[1]
+    finally:
+        sys.path[:] = before
+        del sys.modules["installed"]
+
+
 @pytest.fixture
 def installed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A package that announces a method and a task by entry points."""
@@ -333,6 +378,16 @@ def test_results_of_a_method_are_known_by_the_code_of_its_file(folder: Path) -> 
     first = own_digest(presets.parse("mine.py:policy"))
     assert first
     assert own_digest(presets.parse("fier")) == own_digest(None) == ""
+    (folder / "parts.py").write_text(MINE)  # where a part is, and what it uses
+    for text in ("from parts import MeanKey\n", MINE + "import parts\n"):
+        (folder / "two.py").write_text(text)
+        os.utime(folder / "parts.py", ns=(1, 1))
+        seen = own_digest(presets.parse("two.py:MeanKey:budget=96"))
+        (folder / "parts.py").write_text(MINE + "# changed\n")
+        assert own_digest(presets.parse("two.py:MeanKey:budget=96")) != seen != ""
+        (folder / "parts.py").write_text(MINE)
+        os.utime(folder / "two.py", ns=(1, 1))
+    del sys.modules["parts"]
     (folder / "mine.py").write_text(MINE.replace("return logits.of", "return -logits.of"))
     os.utime(folder / "mine.py", ns=(1, 1))
     changed = own_digest(presets.parse("mine.py:policy"))
