@@ -1,4 +1,4 @@
-"""Requests to an engine, and its counts."""
+"""Requests to an engine, with the checks of what a user gives, and its counts."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class Request:
 
     prompt: np.ndarray = dataclasses.field(repr=False)  # i32[T]
     max_new_tokens: int
-    draws: Draws | None = dataclasses.field(repr=False)  # of one row
-    stop: np.ndarray = dataclasses.field(repr=False)  # i32[n]
+    draws: Draws | None = dataclasses.field(repr=False)  # how its row draws; None: greedy
+    stop: np.ndarray = dataclasses.field(repr=False)  # i32[n] ids that end it
     engine: Any = dataclasses.field(repr=False)
     tokens: list[int] = dataclasses.field(default_factory=list)  # a stop token included
-    # of the tokens; None where the engine was not asked for them
+    # Of the tokens; None where the engine was not asked for them.
     log_probabilities: list[float] | None = dataclasses.field(default=None, repr=False)
     state: Stage = Stage.WAITING
     reason: str | None = None  # of its end: "stop", "length", "cancelled" or "error"
     error: Exception | None = None  # that ended it
     finite: bool = dataclasses.field(default=True, repr=False)  # all its logits, as far as seen
-    # Tokens that the device was asked for.
+    # Tokens that the device was asked for, which may be more than `tokens` has yet.
     asked: int = dataclasses.field(default=0, repr=False)
 
     @property
@@ -64,15 +64,19 @@ class Request:
             raise ValueError(
                 "the engine has no tokenizer: make it from a checkpoint, or decode `tokens` yourself"
             )
-        found = Detokenizer(self.engine.tokenizer)
-        return found.push(self.tokens) + found.finish()
+        detokenizer = Detokenizer(self.engine.tokenizer)
+        return detokenizer.push(self.tokens) + detokenizer.finish()
 
     def __iter__(self) -> Iterator[int]:
-        given = 0
+        yielded = 0
         while True:
-            yield from self.tokens[given:]
-            given = len(self.tokens)
-            if self.done:
+            # Asked before its tokens are: more may come meanwhile, by steps of other readers or
+            # threads, but none after its end.
+            done = self.done
+            while yielded < len(self.tokens):
+                yield self.tokens[yielded]
+                yielded += 1
+            if done:
                 return
             self.engine.step()
 

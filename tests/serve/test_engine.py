@@ -119,6 +119,20 @@ def test_rules_that_change_logits_count_the_tokens_of_a_request(model):
         )
 
 
+def test_a_request_that_is_iterated_yields_all_tokens_whoever_steps(model):
+    """Those that came while its reader held a token were left out."""
+    engine = kvjax.Engine(model, new_cache(2), block=4, chunk=32)
+    one, two = (engine.submit(prompt, max_new_tokens=11)[0] for prompt in words(9, 14))
+    in_turns = list(zip(one, two, strict=True))
+    assert in_turns == list(zip(one.tokens, two.tokens, strict=True))
+    (third,) = engine.submit(words(9)[0], max_new_tokens=11)
+    found = []
+    for token in third:
+        found.append(token)
+        engine.run()
+    assert found == third.tokens == one.tokens
+
+
 def test_a_prompt_is_read_once_for_its_answers_and_a_beginning_is_copied(model):
     long, rest = words(100, 20)
     engine = kvjax.Engine(model, new_cache(4, capacity=256), chunk=32, block=2)
