@@ -5,7 +5,8 @@ kinds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -199,25 +200,49 @@ def commit_together(tree: T) -> T:
 
     A program returns all arrays committed if one of its arguments is, and jit compiles again
     for each mixture, so a loop that feeds a program its own results would compile it twice.
-    Nothing is copied.
+    Arrays that are not committed move to the device of those that are, as jit moves them; if
+    those are on several, they stay as they are.
     """
-    leaves = [
-        leaf
-        for leaf in jax.tree.leaves(tree)
-        if isinstance(leaf, Array) and not isinstance(leaf, Tracer)
-    ]
-    if not any(leaf.committed for leaf in leaves):
+    homes = places_of(tree)
+    if not homes:
         return tree
 
     def commit(leaf: Any) -> Any:
-        traced = isinstance(leaf, Tracer)
-        return (
-            jax.device_put(leaf, leaf.sharding)
-            if isinstance(leaf, Array) and not traced
-            else leaf
-        )
+        if not isinstance(leaf, Array) or isinstance(leaf, Tracer):
+            return leaf
+        sharding = leaf.sharding
+        if not leaf.committed and sharding.device_set not in homes:
+            (home, *others) = homes
+            if others or len(home) > 1:
+                return leaf
+            sharding = SingleDeviceSharding(*home, memory_kind=sharding.memory_kind)
+        return jax.device_put(leaf, sharding)
 
     return jax.tree.map(commit, tree)
+
+
+def places_of(tree: Any) -> set[frozenset[jax.Device]]:
+    """The devices of the committed arrays of `tree`: one set of them if a program can take all
+    of it.
+    """
+    return {
+        frozenset(leaf.sharding.device_set)
+        for leaf in jax.tree.leaves(tree)
+        if isinstance(leaf, Array) and not isinstance(leaf, Tracer) and leaf.committed
+    }
+
+
+@contextmanager
+def making_on(places: set[frozenset[jax.Device]]) -> Iterator[None]:
+    """In the block, new arrays are made on the one device of `places_of`, if there is one and it
+    is not the default.
+    """
+    home = next(iter(places)) if len(places) == 1 else frozenset[jax.Device]()
+    if len(home) != 1 or _default_device() in home:
+        yield
+        return
+    with jax.default_device(*home):
+        yield
 
 
 def has_host_memory() -> bool:

@@ -227,7 +227,7 @@ def prefill(
     pad = jnp.pad if isinstance(prompt, jax.core.Tracer) else np.pad
     padding = ((0, 0), (0, sum(size for size, _ in chunks) - T))
     prompt = pad(prompt.astype(np.int32), padding)
-    _, cache = commit_together((_committed(model), cache))
+    cache = with_model(model, cache)
     cache = with_room(cache, T, len(chunks))
 
     logits: Array | None = None
@@ -386,7 +386,7 @@ def warm_prefill(
     """
     B = cache.spec.batch
     empty = True
-    _, cache = commit_together((_committed(model), cache))
+    cache = with_model(model, cache)
     chunks = chunks_of(cache, tokens, chunk, empty=True)
     cache = with_room(cache, tokens, len(chunks))
     logits: Any = None
@@ -411,7 +411,7 @@ def prompt_programs(
     The model may hold shapes in place of arrays. `tokens` None is for prompts of all lengths,
     for which a cache that gets prompts at once has the longest.
     """
-    _, cache = commit_together((_committed(model), cache))
+    cache = with_model(model, cache)
     B = cache.spec.batch
     most = cache.spec.capacity
     found = list[Program]()
@@ -650,6 +650,11 @@ def _layer(
 @partial(jax.jit, compiler_options=QUICK)
 def _finish(model: Any, x: Array, lengths: Array) -> Array:
     return model.finish(x, lengths)
+
+
+def with_model(model: Model, cache: Cache) -> Cache:
+    """The cache on the device of the model, if it was not committed to another."""
+    return commit_together((_committed(model), cache))[1]
 
 
 def _committed(model: Model) -> Any:

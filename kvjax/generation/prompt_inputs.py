@@ -20,7 +20,7 @@ from jax.sharding import AxisType
 from jax.typing import ArrayLike
 
 from kvjax.cache.cache import Cache, LayerCache, check_rotation, shared_tokens
-from kvjax.memory import on_host
+from kvjax.memory import on_host, places_of
 from kvjax.spec import require_int
 from kvjax.validation import MOST, check_alive, described, short_repr
 
@@ -243,11 +243,18 @@ def _missing_keywords(model: Any, asked: Iterable[str]) -> list[str]:
 
 
 def check_devices(model: Any, cache: Cache) -> None:
-    """Raises ValueError for a cache with a placement and a model on another mesh, with other
-    devices or other axes.
+    """Raises ValueError for a cache on other devices than the model, or with a placement over
+    another mesh, with other axes.
     """
     placement = cache.placement
     if placement is None:
+        places = places_of(cache)
+        others = places_of(model) - places if places else set()
+        if others:
+            raise ValueError(
+                f"the cache is on {_names(places)} and the model on {_names(others)}; make the cache where "
+                "the model is: with jax.default_device(device): cache = kvjax.init(...)"
+            )
         return
     wanted = set(placement.mesh.devices.flat)
     for leaf in jax.tree.leaves(model):
@@ -277,6 +284,10 @@ def check_devices(model: Any, cache: Cache) -> None:
                 f"the model is split over a mesh of {_sizes(sizes)} and the cache over one of {_sizes(given)}; give "
                 "both one placement: a loaded checkpoint has it as .placement"
             )
+
+
+def _names(places: Iterable[Iterable[jax.Device]]) -> str:
+    return ", ".join(sorted({str(device) for place in places for device in place}))
 
 
 def _sizes(mesh: dict[str, int]) -> str:

@@ -52,6 +52,7 @@ from kvjax.generation.drafts import Drafter, SelfDraft, Speculation
 from kvjax.generation.loops import PAD, ROOM, Flat, FlatLayers
 from kvjax.generation.processors import Processors, check_processors
 from kvjax.generation.prompt_inputs import (
+    check_devices,
     check_model_cache,
     check_request,
     pad_prompt,
@@ -67,7 +68,7 @@ from kvjax.generation.staging import (
     staged,
     without_room,
 )
-from kvjax.memory import in_units, nbytes, on_host
+from kvjax.memory import in_units, making_on, nbytes, on_host, places_of
 from kvjax.serve.beginnings import SharedPrefixes, same_tokens
 from kvjax.serve.keeping import Keeper, is_out_of_memory
 from kvjax.serve.prefixes import prefixed_like
@@ -251,6 +252,9 @@ class Engine:
             cache = _cache_of_model(model, cache, slots, capacity)
         check_alive("Engine", cache)
         check_model_cache(model, cache)
+        check_devices(model, cache)
+        cache = prefilling.with_model(model, cache)
+        self._places = places_of(cache)
         model = as_model(model)
         if np.any(on_host(cache.length)):
             raise ValueError(
@@ -272,10 +276,11 @@ class Engine:
             what = f"prefixes={prefixes} of prefix_tokens={tokens}"
             plain = cache
             rows = long_rows(cache, tokens)
-            cache = _allocated(
-                what,
-                lambda: prefixed_like(plain, tokens, prefixes=prefixes, sharers=sharers),
-            )
+            with making_on(self._places):
+                cache = _allocated(
+                    what,
+                    lambda: prefixed_like(plain, tokens, prefixes=prefixes, sharers=sharers),
+                )
             self._shared = SharedPrefixes.of(cache, prefixes, sharers)
         elif prefix_tokens or sharers is not None:
             raise ValueError(
@@ -288,9 +293,11 @@ class Engine:
             )
         if small_slots:
             one_size = cache
-            cache = _allocated(
-                f"small_slots={small_slots}", lambda: with_small_slots(one_size, small_slots)
-            )
+            with making_on(self._places):
+                cache = _allocated(
+                    f"small_slots={small_slots}",
+                    lambda: with_small_slots(one_size, small_slots),
+                )
         self._whole = model
         self._model: prefilling.Model = Flat.of(model)
         drafter = None if speculate is None else _drafter(model, cache, speculate)
@@ -479,7 +486,7 @@ class Engine:
         with self._lock:
             self._copies.append(copy)
         try:
-            with self._turns:
+            with self._turn():
                 if copy.row is not None:  # that step has made it
                     return copy.row
                 return self._row_now(request)
@@ -519,7 +526,7 @@ class Engine:
         for the device: a notebook that goes on after one takes steps inside of
         `kvjax.generation.interrupts_wait()`.
         """
-        with self._turns:
+        with self._turn():
             self._forget_copies()
             try:
                 if not self._running():  # so that prompts find what the last requests left
@@ -543,7 +550,7 @@ class Engine:
     def warm_up(self, *, draws: bool = True) -> None:
         """Compiles the programs that `step` runs: the chunks of a prompt, the move into a slot,
         and decoding, also with `draws`. Call it before the first request."""
-        with self._turns:
+        with self._turn():
             if self._has_work():
                 raise ValueError(
                     "warm_up takes an idle engine: it writes to its slots; call it before any request"
@@ -589,9 +596,15 @@ class Engine:
           ValueError: an engine that keeps none; prefixes of another model or another cache.
           DamagedSaveError: (a ValueError) files that are not those that were written.
         """
-        return self._keeper.restore(directory, self._whole, self._turns)
+        return self._keeper.restore(directory, self._whole, self._turn)
 
     # ------------------------------------------------------------------ what a step does
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The turn of this thread, whose new arrays are made on the device of the cache."""
+        with self._turns, making_on(self._places):
+            yield
 
     def _ask(self) -> bool:
         """Does the work of a step, and asks the device for a block; false if no row runs."""

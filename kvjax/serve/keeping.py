@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from kvjax.cache.cache import Cache
+from kvjax.memory import making_on, places_of
 from kvjax.serve.beginnings import KeptRow, KeptRows, at_home, bytes_of, capacities_of
 from kvjax.serve.requests import Request
 from kvjax.serve.slots import Rows, Slots, committed, copy_of_row, copy_of_slot, row_from
@@ -163,7 +164,10 @@ class Keeper:
         return kept_files.save(directory, self.kept.copies(), model)
 
     def restore(
-        self, directory: str | Path, model: Any, turn: AbstractContextManager[None]
+        self,
+        directory: str | Path,
+        model: Any,
+        turn: Callable[[], AbstractContextManager[None]],
     ) -> int:
         """Keeps saved rows, and returns how many; takes its `turn` for each, not for reading."""
         from kvjax.serve import kept_files  # which imports orbax
@@ -174,8 +178,9 @@ class Keeper:
             size = self.sizes.get(capacity)
             if size is None or size > self.kept.limit:
                 continue  # of an engine with larger slots, or more room
-            cache = committed(read(self._shapes(capacity)))
-            with turn:
+            with making_on(places_of(self._slots.cache)):
+                cache = committed(read(self._shapes(capacity)))
+            with turn():
                 restored.append(self.kept.add(cache, size, tokens))
         return sum(not row.dropped for row in restored)
 

@@ -106,7 +106,9 @@ class Slots:
         self.logits: Any = None  # f32[slots, V], once the model has told V
         self._active: Any = None  # bool[slots], rows that have drawn no stop token
         self._shares = shares
-        self._drafter = None if drafter is None else committed(drafter)
+        self._drafter = None
+        if drafter is not None:
+            self._drafter = committed(commit_together((self.cache, drafter))[1])
         self._log_probabilities = log_probabilities
 
     def speculation(self, numbers: np.ndarray) -> Speculation | None:

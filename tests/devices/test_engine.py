@@ -5,7 +5,9 @@ device.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -13,7 +15,7 @@ from flax import nnx
 import kvjax
 from kvjax import Placement
 from kvjax.models import Decoder, distribute
-from tests.devices.test_models import BOTH, CONFIG
+from tests.devices.test_models import BOTH, CONFIG, HOSTED
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +23,38 @@ def alone() -> Decoder:
     """A model of one layer on one device."""
     config = dataclasses.replace(CONFIG, layers=1, windows=CONFIG.windows[:1])
     return Decoder(config, rngs=nnx.Rngs(7))
+
+
+SELECTING = "fier:budget=24,sink=2,local=6,group=4,chunk=8,dense_layers=0"
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        (HOSTED, {}),
+        (SELECTING, {"speculate": "self", "prefix_bytes": 10**7, "park": 1}),
+        (SELECTING, {"prefixes": 1, "prefix_tokens": 16}),
+    ],
+    ids=["hosted", "drafts", "prefixes"],
+)
+def test_an_engine_runs_on_the_device_of_its_cache(
+    alone: Decoder, method: str, settings: Any
+) -> None:
+    """Whatever the default device is, which another thread may have set for itself alone."""
+    policies = kvjax.presets.parse(method)
+    third = jax.devices()[3]
+    prompts = [list(range(1, n)) for n in (20, 7, 30)]
+
+    def run(model: Decoder, made_on: Any) -> Any:
+        with jax.default_device(made_on):
+            cache = kvjax.init(policies, model.spec(batch=2, capacity=64), layers=1)
+        engine = kvjax.Engine(model, cache, block=4, chunk=16, **settings)
+        sent = [engine.submit(prompt, max_new_tokens=9)[0] for prompt in prompts]
+        engine.run()
+        assert [request.error for request in sent] == [None] * 3
+        return [request.tokens for request in sent]
+
+    assert run(jax.device_put(alone, third), third) == run(alone, None)
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,35 @@ def test_generated_tokens_are_those_of_one_device(
     assert split.cache.nbytes.device < one.cache.nbytes.device / 5
 
 
+HOSTED = "freekv:dense_layers=0,budget=48,sink=8,local=8,page=8,chunk=8"
+
+
+@pytest.mark.parametrize("method", ["kivi:residual=16,group=8", HOSTED])
+def test_a_model_decodes_on_a_device_that_is_not_the_default(method: str) -> None:
+    """A new cache goes to the device of the model, unless it has arrays in host memory, which
+    are committed."""
+    model = Decoder(dataclasses.replace(CONFIG, layers=1, windows=()), rngs=nnx.Rngs(0))
+    third = jax.devices()[3]
+
+    def run(model: Any, made_on: Any) -> Any:
+        with jax.default_device(made_on):
+            policy = kvjax.presets.parse(method)
+            cache = kvjax.init(policy, model.spec(batch=1, capacity=64), layers=1)
+        done = generate(model, cache, [[3, 4, 5] * 9], max_new_tokens=9)
+        return done.rows, done.logits.devices()
+
+    rows, _ = run(model, None)
+    moved = jax.device_put(model, third)
+    assert run(moved, third) == (rows, {third})
+    if method is HOSTED:
+        with pytest.raises(
+            ValueError, match=r"the cache is on \S+:0 and the model on \S+:3; make"
+        ):
+            run(moved, None)
+    else:
+        assert run(moved, None) == (rows, {third})
+
+
 def test_arrays_may_be_on_several_devices_without_a_placement() -> None:
     model = Decoder(dataclasses.replace(CONFIG, layers=1, windows=()), rngs=nnx.Rngs(0))
     auto = jax.make_mesh((8,), ("all",), axis_types=(AxisType.Auto,))
@@ -235,7 +264,8 @@ def test_arrays_may_be_on_several_devices_without_a_placement() -> None:
         return generate(model, cache, [[3, 4, 5]], max_new_tokens=4).rows
 
     one = run(model, None)
-    assert run(jax.device_put(model, everywhere), everywhere) == one
+    for home in (everywhere, None):
+        assert run(jax.device_put(model, everywhere), home) == one
 
 
 @pytest.mark.thorough
