@@ -16,28 +16,35 @@ import pytest
 
 from kvjax import compiling
 
+# Prints for each phase, a statement of Python, what f gave after it, the programs that were found
+# and the folder; and between phases to stderr what was told.
 PROGRAM = """
 import sys
 import jax, jax.monitoring
-{before}
 hits = []
 jax.monitoring.register_event_listener(lambda name, **_: hits.append(name))
 from kvjax.cli.programs import keep_programs
 folder = keep_programs()
-jax.config.update("jax_persistent_cache_min_compile_time_secs", {least})
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 def f(x):
     for _ in range(3):
         x = jax.numpy.sort(x @ x)
     return x.sum()
-print(float(jax.jit(f)(jax.numpy.ones((8, 8)))), hits.count("/jax/compilation_cache/cache_hits"), folder)
+ones = jax.numpy.ones((8, 8))
+for phase in sys.argv[1:]:
+    exec(phase)
+    jax.clear_caches()
+    hits.clear()
+    answer = float(jax.jit(f)(ones))
+    print(answer, hits.count("/jax/compilation_cache/cache_hits"), folder)
+    print("end of a phase", file=sys.stderr)
 """
 
 
-def start(*, least=0.0, before="", **env):
-    code = PROGRAM.format(least=least, before=before)
+def start(*phases, **env):
     env = {**os.environ, "JAX_PLATFORMS": "cpu", **env}
     return subprocess.Popen(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", PROGRAM, *phases],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -46,11 +53,15 @@ def start(*, least=0.0, before="", **env):
 
 
 def finish(process):
+    """Of each phase its hits, the folder, and the lines that it told."""
     out, told = process.communicate(timeout=300)
     assert process.returncode == 0, told
-    answer, hits, folder = out.split(maxsplit=2)
-    assert float(answer) == 8**9
-    return int(hits), folder.strip(), told.splitlines()
+    found = []
+    for line, lines in zip(out.splitlines(), told.split("end of a phase\n"), strict=False):
+        answer, hits, folder = line.split(maxsplit=2)
+        assert float(answer) == 8**9
+        found.append((int(hits), folder, lines.splitlines()))
+    return found
 
 
 @pytest.fixture
@@ -68,26 +79,36 @@ def settings(tmp_path, monkeypatch):
         jax.config.update(name, value)
 
 
+OTHER_VERSION = """
+import jax._src.cache_key as key
+version, key.jaxlib_version_str = key.jaxlib_version_str, "0.0.1"
+"""
+DAMAGE = """
+key.jaxlib_version_str = version
+from pathlib import Path
+entries = [path for path in Path(folder).rglob("jit_f-*") if path.is_file()]
+assert entries
+for entry in entries:
+    entry.write_bytes(entry.read_bytes()[:40])
+"""
+
+
 def test_processes_share_programs_and_survive_damaged_entries(tmp_path):
     env = {"XDG_CACHE_HOME": str(tmp_path), compiling.VARIABLE: str(tmp_path / "own")}
-    both = [finish(one) for one in [start(**env), start(**env)]]  # two at once
-    assert all(len(told) <= 1 for _, _, told in both)
-    hits, folder, told = finish(start(**env))
+    both = [finish(one) for one in [start("", **env), start("", **env)]]  # two at once
+    assert all(len(told) <= 1 for ((_, _, told),) in both)
+    first, of_another, damaged = finish(start("", OTHER_VERSION, DAMAGE, **env))
+    hits, folder, told = first
     assert hits >= 1
     assert folder.startswith(str(tmp_path / "own"))
     assert told == []
-    other = "import jax._src.cache_key as key; key.jaxlib_version_str = '0.0.1'"
-    hits, _, told = finish(start(before=other, **env))
+    hits, _, told = of_another
     assert (hits, told) == (0, []), "programs of another version are others"
-    entries = [path for path in (tmp_path / "own").rglob("jit_f-*") if path.is_file()]
-    assert entries
-    for entry in entries:
-        entry.write_bytes(entry.read_bytes()[:40])
-    hits, _, told = finish(start(**env))
+    _, _, told = damaged
     assert len(told) == 1
     assert "could not be read" in told[0]
     assert str(tmp_path) in told[0]
-    hits, _, told = finish(start(**env))
+    ((hits, _, told),) = finish(start("", **env))
     assert hits >= 1, "a damaged entry is replaced"
     assert told == []
 
