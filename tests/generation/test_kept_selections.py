@@ -50,16 +50,15 @@ def want(model: Decoder) -> list[list[int]]:
     ("policy", "steps"),
     [
         (replace(BY_KEYS, selector=Fier(group=8)), 3),
-        (replace(BY_KEYS, budget=96), 2),
         (replace(BY_KEYS, budget=96, local=1), 5),
     ],
-    ids=["fier", "all", "all and no window"],
+    ids=["fier", "all and no window"],
 )
 def test_the_text_is_that_of_full_attention(
     model: Decoder, policy: Retrieval, steps: int, want: list[list[int]]
 ) -> None:
     """Over flushes, in rows of several lengths. With a budget for all tokens each draft is
-    right, so none is read twice or missed, also where the local window has moved."""
+    right, so none is read twice or missed. (The next test moves a local window, too.)"""
     found, told = run(model, policy, SelfDraft(tokens=5, steps_per_selection=steps))
     assert found == want
     assert told is not None
