@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import Placement, presets
+from kvjax import Placement
 from kvjax.models import Decoder, DecoderConfig, GatedDelta, distribute
 
 CONFIG = DecoderConfig(
@@ -34,8 +34,7 @@ TEXT = np.random.default_rng(0).integers(0, 64, (2, 24))
 
 
 def new_cache(model, placement=None, batch=2):
-    policy = presets.fier(64, group=8, chunk=16, layers=presets.Layers(dense=0))
-    return kvjax.init(policy, model.spec(batch, 64), layers=2, placement=placement)
+    return kvjax.init(kvjax.Full(), model.spec(batch, 64), layers=2, placement=placement)
 
 
 @pytest.mark.parametrize(
