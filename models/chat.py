@@ -172,7 +172,7 @@ class Chat:
           FileNotFoundError: the directory has no saved conversation.
           ValueError: it is of another model, or its cache of another policy.
         """
-        from kvjax.cache.saving import restore, saved_steps
+        from kvjax.cache.saving import OtherCacheError, restore, saved_steps
 
         kept = read_saved(directory)
         if kept["model"] != repr(self._checkpoint.config):
@@ -183,7 +183,13 @@ class Chat:
         folder = Path(directory) / "cache"
         if folder.is_dir() and kept["step"] in saved_steps(folder):
             like = self._make_cache(kept["capacity"])
-            cache = restore(folder, like, step=kept["step"])
+            try:
+                cache = restore(folder, like, step=kept["step"])
+            except OtherCacheError as error:
+                raise OtherCacheError(
+                    f"the conversation in {directory} was saved with another cache; make the chat with that one, or "
+                    f"remove {folder}, and it is read again: {error}"
+                ) from error
         self._run = None
         self._restored = cache
         self._fed = [] if cache is None else list(kept["tokens"])

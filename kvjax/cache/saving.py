@@ -66,6 +66,10 @@ class DamagedSaveError(ValueError):
     """A save whose files are not those that were written: cut short, changed or missing."""
 
 
+class OtherCacheError(ValueError):
+    """A save of another kind of cache than the one that it should fill."""
+
+
 def save(directory: str | Path, cache: Cache | LayerCache, *, keep: int = 1) -> int:
     """Saves `cache` and returns the number of the save. The newest `keep` complete saves are
     kept.
@@ -289,19 +293,19 @@ def _read_description(manager: Any, path: Path, step: int) -> dict[str, Any]:
 def _check_kind(
     saved: dict[str, Any], room: Cache | LayerCache, like: Cache | LayerCache, what: str
 ) -> None:
-    """Raises ValueError if the save that is called `what` has another kind of cache than `like`;
+    """Raises OtherCacheError if the save that is called `what` has another kind of cache than `like`;
     `room` is `like` with the capacity of the save.
     """
     if _of_model(saved) != isinstance(like, Cache):
         kinds = ("of one layer", "of a whole model")
-        raise ValueError(
+        raise OtherCacheError(
             f"{what} has the cache {kinds[_of_model(saved)]}, and `like` is one "
             f"{kinds[isinstance(like, Cache)]}; make `like` with {'init' if _of_model(saved) else 'init_layer'}"
         )
     different = summarize(differences(saved, describe(room)))
     if different:
-        raise ValueError(
-            f"{what} is of another kind of cache; make `like` of that kind, or save again: "
+        raise OtherCacheError(
+            f"{what} is of another kind of cache; make one of that kind, or save again: "
             + "; ".join(different)
         )
 

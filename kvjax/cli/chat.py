@@ -144,13 +144,18 @@ def _goes_on(folder: Path | None, checkpoint: Checkpoint) -> bool:
 
 def _restore(talk: Chat, folder: Path, cache: str) -> None:
     """Goes on from the conversation in a folder."""
+    from kvjax.cache.saving import OtherCacheError
+
+    again = f"remove {folder / 'cache'}, and the conversation is read again"
     try:
         talk.restore(folder)
-    except ValueError as error:
+    except OtherCacheError as error:
         raise ValueError(
             f"the conversation in {folder} was saved with another --cache than {cache}, another --budget or "
-            f"another --dtype; give those, or remove {folder / 'cache'}, and it is read again"
+            f"another --dtype; give those, or {again}"
         ) from error
+    except ValueError as error:
+        raise ValueError(f"{error}; {again}") from error
 
 
 def _check_template(checkpoint: Checkpoint, settings: Mapping[str, Any] | None) -> None:

@@ -209,7 +209,14 @@ def test_a_conversation_is_saved_and_gone_on_from(kvjax, talker, tmp_path, monke
     assert (
         f"error: the conversation in {folder} was saved with another --cache than fier" in err
     )
-    assert "and it is read again" in err
+    assert f"or remove {folder / 'cache'}, and the conversation is read again" in err
+    for file in (folder / "cache").rglob("d/*"):
+        file.write_bytes(b"cut")
+    code, _, err = kvjax(*ask)
+    assert code == 2
+    assert "is damaged" in err
+    assert "another --cache" not in err
+    assert f"; remove {folder / 'cache'}, and the conversation is read again" in err
 
 
 WRONG_CHATS = [
