@@ -38,7 +38,7 @@ def sources(tmp_path_factory):
     found = tmp_path_factory.mktemp("sources")
     for kind, files in (
         ("books", sorted((ROOT / "kvjax").glob("*.py"))),
-        ("code", [ROOT / "models" / "rope.py"]),
+        ("code", [ROOT / "kvjax" / "models" / "rope.py"]),
     ):
         (found / kind).mkdir()
         for file in files:

@@ -68,6 +68,7 @@ def distributions(tmp_path_factory):
         if path.suffix in (".toml", ".md", ".txt", ".in") or path.name in (
             "LICENSE",
             "kvjax_command.py",
+            "examples",
             "kernels_pallas",
             "models",
             "tests",
@@ -125,7 +126,11 @@ def test_wheel_of_the_model_holds_its_files_alone(model_wheel):
 def test_source_distribution_holds_the_tests_and_what_they_read(distributions):
     with tarfile.open(distributions[0]) as archive:
         names = {n.partition("/")[2] for n in archive.getnames()}
-    tests = {str(p.relative_to(ROOT)) for p in (ROOT / "tests").rglob("*.py")}
+    tests = {
+        str(path.relative_to(ROOT))
+        for folder in ("tests", "examples")
+        for path in (ROOT / folder).rglob("*.py")
+    }
     assert (
         tests
         | {
