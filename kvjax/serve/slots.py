@@ -169,7 +169,9 @@ class Slots:
             drafting = drafter.with_state(None), drafter.state
             done, report = _run_drafts(model, *state, *asked, *drafting, rules, **how)
             self._drafter = drafter.with_state(done.state)
-        self.cache, self.logits = done.cache, done.logits
+        self.cache = done.cache
+        # Where they were before, or the next call would be another program.
+        self.logits = jax.device_put(done.logits, self.logits.sharding)
         self._active = jax.device_put(done.active, self._active.sharding)
         return cast(Packed, report)
 
@@ -180,8 +182,10 @@ class Slots:
         return (np.int32(start.prefix), np.int32(start.tokens)) if self._shares else None
 
     def _make_logits(self, like: Array) -> None:
-        shape = self.count, like.shape[1]
-        self.logits = jax.device_put(np.zeros(shape, like.dtype), like.sharding)
+        shape, home = (self.count, like.shape[1]), like.sharding
+        if self.cache.placement is not None:  # its devices have the logits of their own rows
+            home = NamedSharding(home.mesh, self.cache.placement.spec("B"))
+        self.logits = jax.device_put(np.zeros(shape, like.dtype), home)
         active = np.zeros(self.count, bool)
         self._active = jax.device_put(active, replicated(like.sharding))
 

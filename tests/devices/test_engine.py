@@ -14,6 +14,7 @@ from flax import nnx
 
 import kvjax
 from kvjax import Placement
+from kvjax.generation.loops import decode_loop
 from kvjax.models import Decoder, distribute
 from tests.devices.test_models import BOTH, CONFIG, HOSTED
 
@@ -66,7 +67,7 @@ def test_an_engine_runs_on_the_device_of_its_cache(
 )
 def test_requests_over_rows_and_heads_get_their_tokens(alone: Decoder, method: str) -> None:
     """Two rows on each half of the devices, slots used again, a cancelled request, and answers
-    to one prompt.
+    to one prompt; by one program, wherever the last call left its arrays.
     """
     policies, rng = kvjax.presets.parse(method), np.random.default_rng(0)
     prompts = [rng.integers(1, 90, n).tolist() for n in (50, 3, 40, 20, 31)]
@@ -92,4 +93,7 @@ def test_requests_over_rows_and_heads_get_their_tokens(alone: Decoder, method: s
         engine.run()
         return [request.tokens for request in sent[1:]]
 
-    assert run(distribute(alone, BOTH), BOTH) == run(alone, None)
+    wanted = run(alone, None)
+    programs = decode_loop._cache_size()
+    assert run(distribute(alone, BOTH), BOTH) == wanted
+    assert decode_loop._cache_size() == programs + 1
