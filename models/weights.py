@@ -669,7 +669,8 @@ def find_family(fields: Fields) -> Family:
         named = ", ".join(architectures) or "no architecture"
         raise ValueError(
             f"{fields.source} is of {named} (model_type {fields.raw.get('model_type')}), which is not "
-            f"supported{_why_missing(kind)}; supported are {supported}"
+            f"supported{_why_missing(kind)}; supported are {supported}; or call kvjax.attention in a "
+            "model of your own"
         )
     return family
 

@@ -511,6 +511,7 @@ def test_an_architecture_that_is_not_supported_names_those_that_are(write, no_re
             "Qwen3ForCausalLM",
         ):
             assert name in str(error.value)
+        assert str(error.value).endswith("or call kvjax.attention in a model of your own")
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
