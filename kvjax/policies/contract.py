@@ -427,7 +427,7 @@ def _call(part: Any, verb: str, *args: Any, **settings: Any) -> Any:
 
 
 def _asked(part: Any, verb: str, *args: Any) -> Any:
-    """What a verb that takes no arrays returns, or a ValueError that names the class and it."""
+    """The answer of a verb that takes no arrays, or a ValueError that names the class and it."""
     try:
         return getattr(part, verb)(*args)
     except ValueError:

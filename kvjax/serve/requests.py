@@ -34,7 +34,7 @@ class Request:
     stop: np.ndarray = dataclasses.field(repr=False)  # i32[n] ids that end it
     engine: Any = dataclasses.field(repr=False)
     tokens: list[int] = dataclasses.field(default_factory=list)  # a stop token included
-    # Of the tokens; None where the engine was not asked for them.
+    # One for each of the tokens; None where the engine was not asked for them.
     log_probabilities: list[float] | None = dataclasses.field(default=None, repr=False)
     state: Stage = Stage.WAITING
     reason: str | None = None  # of its end: "stop", "length", "cancelled" or "error"
