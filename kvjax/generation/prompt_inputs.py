@@ -389,7 +389,7 @@ def vocabulary_size(model: Any) -> int | None:
     return getattr(getattr(model, "config", None), "vocab_size", None)
 
 
-LEAST_STOPS = 8  # places for stop tokens, so that most models and requests share a program
+LEAST_STOPS = 16  # places for stop tokens, so that most models and requests share a program
 NO_TOKEN = -1
 
 
@@ -398,7 +398,8 @@ def stop_array(stop_tokens: int | Iterable[int] | None) -> np.ndarray:
     stop token.
 
     >>> stop_array((7, 9))
-    array([ 7,  9, -1, -1, -1, -1, -1, -1], dtype=int32)
+    array([ 7,  9, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1],
+          dtype=int32)
     """
     if stop_tokens is None:
         stop_tokens = ()

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from kvjax.generation.loops import PAD
+from kvjax.generation.prompt_inputs import LEAST_STOPS
 from kvjax.generation.sampling import Draws
 from kvjax.generation.text import Detokenizer
 from kvjax.serve.scheduler import Stage
 from kvjax.validation import short_repr
 
-STOPS = 16  # stop tokens that a request can have
+STOPS = LEAST_STOPS  # stop tokens that a request can have
 NOT_FINITE = "the logits of this row are not finite"
 
 
