@@ -251,7 +251,15 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a selector for a policy": (
         lambda: kvjax.init_layer(kvjax.Fier(), SPEC),  # type: ignore[arg-type]
-        r"got a Fier, which has no prefill, update, attend, of_size; give for example kvjax\.Retrieval",
+        r"got the selector Fier; put it into one: kvjax\.Retrieval\(selector=\.\.\., budget=256\)",
+    ),
+    "an evictor for a policy": (
+        lambda: kvjax.init(kvjax.evictors.KeyDiff(), SPEC, layers=2),  # type: ignore[arg-type]
+        r"got the evictor KeyDiff; put it into one: kvjax\.Evicting\(evictor=\.\.\., budget=256\)",
+    ),
+    "a store for a policy": (
+        lambda: kvjax.testing.check_policy(kvjax.HostOffload()),  # type: ignore[arg-type]
+        r"got the store HostOffload; put it into one: kvjax\.Compressed\(store=\.\.\.\)",
     ),
     "the name of a preset for a layer": (
         lambda: kvjax.init_layer("fier", SPEC),  # type: ignore[arg-type]
