@@ -598,6 +598,14 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: presets.fier(24, layers=presets.Layers(dense=2, share=2, anchors=[2])),
         "both say which layers select; give one",
     ),
+    "windows around layers that follow": (
+        lambda: presets.windowed(presets.parse("fier:budget=24,share=2"), (8, None)),
+        r"windowed\(policies=.* takes a policy, or those of a preset whose layers select for themselves, got a Shared",
+    ),
+    "no windows": (
+        lambda: presets.windowed(presets.full(), ()),
+        r"windowed\(windows=.* needs one for each layer of the model, such as \(128, None\), got none",
+    ),
     "heads of a layer past the model": (
         lambda: shared(heads={9: (0, 1)}),
         "heads name layer 9, and the model has layers",
@@ -1170,6 +1178,14 @@ def test_import_needs_neither_flax_nor_orbax() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_layers_with_and_without_a_window_share_one_policy() -> None:
+    caches = kvjax.init(presets.windowed(RETRIEVAL, (8, None)), SPEC, layers=2)
+    windowed, whole = (each.policy for each in caches.layers)
+    assert isinstance(windowed, kvjax.Evicting)
+    assert windowed.budget == 8
+    assert whole == RETRIEVAL
 
 
 def test_lengths_in_a_list_are_taken_under_jit_too() -> None:
