@@ -112,7 +112,8 @@ autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
 maximum_signature_line_length = 90
 napoleon_numpy_docstring = False
-napoleon_use_ivar = True  # fields are no targets: many classes share a name, and the signature has the types
+# fields are no targets, as many classes share a name; the signature has their types
+napoleon_use_ivar = True
 default_role = "literal"
 
 

@@ -410,6 +410,14 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: kvjax.models.load(None),  # type: ignore[arg-type]
         r"load\(directory=\.\.\.\) must be the path of a checkpoint's directory, got None",
     ),
+    "a model before its directory": (
+        lambda: models.save(model(), "mine"),  # type: ignore[arg-type]
+        r"save\(directory=\.\.\.\) must be the path of a checkpoint's directory, got a Decoder",
+    ),
+    "a checkpoint for its model": (
+        lambda: models.save("mine", models.load(models.shipped())),  # type: ignore[arg-type]
+        r"save\(model=\.\.\.\) must be a Decoder, got .*; give its model",
+    ),
     "a traced scale": (
         lambda: jax.jit(lambda scale: kvjax.attention(None, *qkv(), scale=scale)[0])(0.5),
         "must be a Python number, got a traced array",
