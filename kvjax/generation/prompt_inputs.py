@@ -8,7 +8,7 @@ A model may declare its positions and vocabulary (`max_positions`, or `config` w
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,12 @@ def pad_prompt(
     (array([[5, 6, 7],
            [8, 0, 0]], dtype=int32), array([3, 1], dtype=int32))
     """
+    rows_given = prompt if isinstance(prompt, list | tuple) else [prompt]
+    if any(isinstance(row, str | Mapping) for row in rows_given):
+        raise ValueError(
+            "prompt must be token ids, got text; encode it with the model's tokenizer, or give it to the generate or "
+            "stream of a kvjax.models.Checkpoint"
+        )
     if isinstance(prompt, list | tuple):
         if lengths is not None:
             raise ValueError(

@@ -623,6 +623,12 @@ def test_stream_of_text_equals_the_decoded_tokens(model):
         ([], {}, "prompt has 0 rows but the cache has B=1"),
         ([[1], [2]], {}, "prompt has 2 rows but the cache has B=1"),
         ([1, 2], {}, r"for one row write \[tokens\]"),
+        (
+            "a text",
+            {},
+            "prompt must be token ids, got text; encode it with the model's tokenizer",
+        ),
+        (["a text"], {}, "prompt must be token ids, got text"),
         ([[1.5]], {}, "integer token ids, got float64"),
         ([[-1]], {}, "token id -1; ids must be from 0 to"),
         ([[61]], {}, "prompt has the token id 61, but the model's vocabulary is 61"),
