@@ -738,6 +738,15 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         r"the model returned a list as its cache; make a kvjax\.Cache of it: kvjax\.Cache\(tuple\(layers\)\)",
     ),
+    "a model that returns the logits of all tokens": (
+        lambda: kvjax.generate(
+            lambda tokens, cache, **how: (jnp.zeros((*tokens.shape, 50)), cache),
+            cache(),
+            [[1], [2]],
+            max_new_tokens=2,
+        ),
+        r"the model returned float32\[2, \d+, 50\] as logits; with last_logits=True return those of each row's last",
+    ),
     "a model that returns logits alone": (
         lambda: kvjax.generate(
             lambda tokens, cache, **how: jnp.zeros((2, 50)),

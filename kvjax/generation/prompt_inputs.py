@@ -218,7 +218,7 @@ def check_model(model: Any, asked: Iterable[str] = ()) -> None:
 
 
 def check_returned(made: Any) -> None:
-    """Raises ValueError unless a model returned logits and the cache of all of its layers.
+    """Raises ValueError unless a model returned logits [B, V] and the cache of all of its layers.
 
     >>> check_returned(("logits", ["a layer"]))
     Traceback (most recent call last):
@@ -235,6 +235,11 @@ def check_returned(made: Any) -> None:
         raise ValueError(
             f"the model returned {described(made[1])} as its cache; make a kvjax.Cache of it: "
             "kvjax.Cache(tuple(layers))"
+        )
+    if np.ndim(made[0]) != 2:
+        raise ValueError(
+            f"the model returned {described(made[0])} as logits; with last_logits=True return those of each row's "
+            "last real token alone, [B, V]"
         )
 
 
