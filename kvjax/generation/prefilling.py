@@ -260,7 +260,15 @@ def _checked_prompt(
     Raises ValueError for arrays that are none of this cache, and for a `sparse` prompt whose
     rows end nobody knows where.
     """
-    prompt: Any = tokens if isinstance(tokens, jax.core.Tracer) else np.asarray(tokens)
+    prompt: Any = tokens
+    if not isinstance(tokens, jax.core.Tracer):
+        try:
+            prompt = np.asarray(tokens)
+        except (TypeError, ValueError):
+            raise ValueError(
+                "tokens must be one array of integers [B, T], and these rows have several lengths; pad them on the "
+                "right and give lengths=..., or pass them to kvjax.generate as they are"
+            ) from None
     if prompt.ndim != 2 or prompt.shape[0] != cache.spec.batch or prompt.shape[1] == 0:
         raise ValueError(
             f"tokens must be [B={cache.spec.batch}, T >= 1] for this cache, got shape {list(prompt.shape)}"
