@@ -161,6 +161,14 @@ def test_prefill_in_chunks_equals_prefill_at_once(model):
         assert_close(alone[0], parts[row])
 
 
+def test_prefill_takes_rows_of_several_lengths_as_generate_does(model):
+    prompt = words(33, 5)
+    got, cache = prefill(model, new_cache(2), prompt, chunk=32)
+    want, _ = prefill(model, new_cache(2), *pad_prompt(prompt, rows=2), chunk=32)
+    np.testing.assert_array_equal(got, want)
+    assert cache.length.tolist() == [33, 5]
+
+
 def test_prefill_skips_rows_of_length_0(model):
     _, cache = prefill(model, new_cache(2), [[1, 2, 3], [4, 5, 6]])
     logits, cache = prefill(model, cache, [[7, 8], [9, 9]], [2, 0])
