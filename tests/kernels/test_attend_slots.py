@@ -15,7 +15,7 @@ from kvjax.kernels_pallas.select import top_k
 from kvjax.numerics.partial import Logits
 from kvjax.numerics.selection import Selection
 from tests.kernels.conftest import ON_GPU, on_gpu
-from tests.kernels.inputs import normal, relative
+from tests.kernels.inputs import changed, normal, relative
 from tests.kernels.simulate import Simulator
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -119,7 +119,7 @@ def test_attention_over_slots_equals_the_reference(B, K, G, H, S, D, M, dtype, c
 def test_attention_over_slots_reads_nothing_that_is_not_valid():
     q, k, v, (slots, valid) = attended(1, 2, 2, 1, 100, 64, 40, jnp.bfloat16, [7, 40])
     used = jnp.where(valid, slots % 50, 50 + slots % 50)
-    poisoned = [a.at[:, :, 50:].set(jnp.nan) for a in (k, v)]
+    poisoned = [changed(a, (np.s_[:, :, 50:], np.nan)) for a in (k, v)]
     run = jax.jit(partial(attend_slots.attend_slots, scale=0.125))
     for name, slots_, keys, values in (
         ("poison", used, *poisoned),

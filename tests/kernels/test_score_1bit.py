@@ -13,7 +13,7 @@ from kvjax.kernels_pallas.score import score_1bit
 from kvjax.numerics.partial import Logits
 from kvjax.numerics.quant import OneBit, quantize_1bit
 from tests.kernels.conftest import on_gpu
-from tests.kernels.inputs import index, normal, relative
+from tests.kernels.inputs import changed, index, normal, relative
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -95,11 +95,11 @@ def test_scores_are_finite_where_those_of_the_reference_are(G, dtype):
         index(1, 1, 320, 128, 32, dtype),
         normal(1, 1, 1, G, 128, dtype=dtype).astype(jnp.float32),
     )
-    step = ix.scale.at[0, 0, 1, 5].set(jnp.inf).at[0, 0, 4, 7].set(jnp.nan)
+    step = changed(ix.scale, ((0, 0, 1, 5), np.inf), ((0, 0, 4, 7), np.nan))
     ix = ix._replace(
-        scale=step, zero=ix.zero.at[0, 0, 7, 3].set(-jnp.inf).at[0, 0, 8, 3].set(jnp.nan)
+        scale=step, zero=changed(ix.zero, ((0, 0, 7, 3), -np.inf), ((0, 0, 8, 3), np.nan))
     )
-    for queries in (q, q.at[0, 0, 2, 9].set(jnp.inf)):
+    for queries in (q, changed(q, ((0, 0, 2, 9), np.inf))):
         got = jax.jit(lambda q, ix: score_1bit.score_1bit(q, *ix, scale=0.1))(queries, ix)
         want = jax.jit(partial(ops.score_1bit, logits=Logits(0.1), implementation="xla"))(
             queries, ix
