@@ -19,6 +19,7 @@ import asyncio
 import json
 import logging
 import reprlib
+import sys
 import threading
 import time
 import uuid
@@ -614,12 +615,18 @@ def app_of_options(checkpoint: Any, given: argparse.Namespace) -> Starlette:
     )
 
 
-if __name__ == "__main__":
+def main(arguments: list[str] | None = None) -> None:
     parser = parser_of_options()
-    given = parser.parse_args()
-    loaded = kvjax.models.load(given.directory or kvjax.models.shipped())
+    given = parser.parse_args(arguments)
     try:
+        loaded = kvjax.models.load(given.directory or kvjax.models.shipped())
+        print(f"compiling for {loaded.directory.name}", file=sys.stderr)
         app = app_of_options(loaded, given)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         parser.error(str(error))
+    print(f"serving at http://{given.host}:{given.port}/v1", file=sys.stderr)
     uvicorn.run(app, host=given.host, port=given.port, log_level="warning")
+
+
+if __name__ == "__main__":
+    main()

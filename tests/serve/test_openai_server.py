@@ -557,3 +557,12 @@ def test_a_draft_that_needs_one_text_is_refused(script, checkpoint):
     given = script.parser_of_options().parse_args(["--speculate", "prompt-lookup"])
     with pytest.raises(ValueError, match=r"speculate=\.\.\.\) must be 'self'"):
         script.app_of_options(checkpoint, given)
+
+
+def test_a_directory_without_a_checkpoint_is_refused_in_a_sentence(script, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        script.main([str(tmp_path / "absent")])
+    assert (
+        f"error: {tmp_path / 'absent'} does not exist; give a directory"
+        in capsys.readouterr().err
+    )
