@@ -70,7 +70,7 @@ TABLES: dict[str, Callable[[], str]] = {
         guides.host_codes,
         guides.shared_quality, guides.shared_steps,
         scaling.cells, scaling.command_devices, scaling.shares, scaling.share_quality,
-        scaling.four, scaling.rounds_of_four, scaling.by_kind, scaling.calls,
+        scaling.four, scaling.rounds, scaling.by_kind, scaling.calls,
         scaling.links, scaling.prompts, scaling.scaling, gpus.gpus, gpus.cards,
         hybrid.hybrid_steps, hybrid.hybrid_parts, hybrid.delta_nets, hybrid.heads_of_256,
         hybrid.heads_by_group, hybrid.attention_of_256,

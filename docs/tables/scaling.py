@@ -103,14 +103,33 @@ def four() -> str:
     return markdown(("shape, layers", "cache", "tokens x rows", *names), body)
 
 
-def rounds_of_four() -> str:
-    """Milliseconds of the steps of a round over four H200s, and its speed over full attention
-    where each drafted token is right with .90 or .95.
+ROUNDS_OVER = {
+    "none": "one GPU",
+    "ctx=2": "tokens 2",
+    "ctx=2+share": "tokens 2, by share",
+    "ctx=4+share": "tokens 4, by share",
+}
+
+
+def rounds() -> str:
+    """Milliseconds of the steps of a round over H200s, and its speed over full attention where
+    each drafted token is right with .90 or .95.
     """
+    rows = [
+        row
+        for row in load_rows("devices")
+        if row["part"] == "drafts" and row["method"] != "full"
+    ]
     body = []
-    for row in load_rows("devices"):
-        if row["part"] != "drafts" or row["method"] == "full":
-            continue
+    for row in sorted(
+        rows,
+        key=lambda row: (
+            row["length"],
+            row["batch"],
+            row["placement"] != "none",
+            row["placement"],
+        ),
+    ):
         method, placement = row["method"], row["placement"]
         full = _full_step(row["length"], row["batch"], placement.removesuffix("+share"))
         draft, verification = row["draft_ms"], row["verify_5_ms"]
@@ -119,7 +138,7 @@ def rounds_of_four() -> str:
             [
                 f"`{method}`",
                 f"{row['length']} x {row['batch']}",
-                OVER_FOUR[placement],
+                ROUNDS_OVER[placement],
                 *(f"{time:.2f}" for time in (full, draft, verification)),
                 *(f"{speed:.2f}" for speed in speeds),
             ]
@@ -136,7 +155,7 @@ def rounds_of_four() -> str:
 
 
 def _full_step(length: int, batch: int, placement: str) -> float:
-    """Milliseconds of a step of `full` over four H200s as those of a round, or its TPOT."""
+    """Milliseconds of a step of `full` over H200s as those of a round, or its TPOT."""
     own = {
         row["part"]: row
         for row in load_rows("devices")
