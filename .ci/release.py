@@ -9,7 +9,9 @@ project of its own, to its `model`.
 from __future__ import annotations
 
 import argparse
+import posixpath
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -33,8 +35,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         tools = environment(Path(scratch) / "tools")
         install(tools, "build", "twine")
-        build(tools, ROOT, out)
-        build(tools, ROOT / "kvjax" / "data", out / "model")
+        tree = copy_for_index(version, Path(scratch) / "tree")
+        build(tools, tree, out)
+        build(tools, tree / "kvjax" / "data", out / "model")
         archives = sorted(out.rglob("*.whl")) + sorted(out.rglob("*.tar.gz"))
         run(tools, "-m", "twine", "check", "--strict", *map(str, archives))
 
@@ -76,6 +79,32 @@ def unreleased() -> int:
 def _first(pattern: str, path: Path) -> str | None:
     match = re.search(pattern, path.read_text(), re.MULTILINE)
     return match and match[1]
+
+
+def copy_for_index(version: str, folder: Path) -> Path:
+    """Copies the repository to `folder`, with pages for an index, and returns it."""
+    left_out = shutil.ignore_patterns(".*", "dist", "build", "__pycache__", "*.egg-info")
+    shutil.copytree(ROOT, folder, symlinks=True, ignore=left_out)
+    shutil.copytree(ROOT / ".ci", folder / ".ci")  # of the source archive
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    repository = project["urls"]["Repository"]
+    for page in (folder / "README.md", folder / "kvjax/data/kvjax-26m/README.md"):
+        place = page.parent.relative_to(folder)
+        page.write_text(with_whole_links(page.read_text(), repository, f"v{version}", place))
+    return folder
+
+
+def with_whole_links(text: str, repository: str, tag: str, place: Path) -> str:
+    """A page of the folder `place`, with links to the repository instead of those between files,
+    which an index of packages does not have.
+    """
+
+    def whole(match: re.Match[str]) -> str:
+        name, target = match.groups()
+        kind = "raw" if name.startswith("!") else "blob"
+        return f"{name}({repository}/{kind}/{tag}/{posixpath.normpath(place / target)})"
+
+    return re.sub(r"(!?\[[^\[\]]*\])\((?!https?:|#)([^()\s]+)\)", whole, text)
 
 
 def environment(folder: Path) -> Path:

@@ -23,7 +23,7 @@ from sphinx.search.en import SearchEnglish
 
 import kvjax
 from docs import website
-from docs.docstrings import to_rst
+from docs.docstrings import fields, to_rst
 
 ROOT = Path(__file__).resolve().parents[1]
 REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"][
@@ -112,6 +112,8 @@ autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
 maximum_signature_line_length = 90
 napoleon_numpy_docstring = False
+# fields are no targets, as many classes share a name; the signature has their types
+napoleon_use_ivar = True
 default_role = "literal"
 
 
@@ -139,7 +141,29 @@ def linkcode_resolve(domain: str, info: dict[str, str]) -> str | None:
 def _process(
     app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]
 ) -> None:
+    told = _fields(thing) if what == "class" and "Attributes:" not in lines else {}
+    if told:
+        lines += [
+            "",
+            "Attributes:",
+            *(f"  {field}: {text}" for field, text in told.items()),
+            "",
+        ]
     lines[:] = to_rst(lines)
+
+
+def _fields(thing: Any) -> dict[str, str]:
+    try:
+        return fields(inspect.getsource(thing)) if thing.__module__.startswith("kvjax") else {}
+    except (OSError, TypeError):  # made without a source
+        return {}
+
+
+def _skip(app: Any, what: str, name: str, thing: Any, skip: bool, options: Any) -> bool | None:
+    """Leaves out what `_fields` lists: "Alias for field number 0", and a default that is a class."""
+    alias = (getattr(thing, "__doc__", None) or "").startswith("Alias for field number")
+    foreign = inspect.isclass(thing) and not thing.__module__.startswith("kvjax")
+    return True if alias or foreign else None
 
 
 def _sign(
@@ -219,3 +243,4 @@ def setup(app: Any) -> None:
     app.connect("html-page-context", _list_pages)
     app.connect("autodoc-process-docstring", _process, priority=100)  # before napoleon
     app.connect("autodoc-process-signature", _sign)
+    app.connect("autodoc-skip-member", _skip)

@@ -1,15 +1,21 @@
 """Docstrings of kvjax as reStructuredText: they are plain text with Markdown's backticks, bold
-words and bullets.
+words and bullets. Fields of a class have their meaning in comments beside them.
 """
 
 from __future__ import annotations
 
+import ast
+import io
 import re
+import textwrap
+import tokenize
 from collections.abc import Sequence
 
 SECTION = re.compile(r"(Args|Returns|Raises|Yields|Attributes|Note|Notes|Example|Examples):$")
 BULLET = re.compile(r"\s*(?:[-*·]|\d+\.) ")
 CODE = re.compile(r"(`+)(.+?)\1|(\*\*)(?=\S)(.+?)\*\*")
+
+TO_TOOLS = re.compile(r"(fmt|type|noqa|mypy|pragma)\b")
 
 
 def to_rst(lines: Sequence[str]) -> list[str]:
@@ -61,6 +67,35 @@ def to_rst(lines: Sequence[str]) -> list[str]:
             made.append("")
         made.append(_escape(line))
     return made
+
+
+def fields(source: str) -> dict[str, str]:
+    """The comments of a class's public fields that have one: from the lines above a field, and
+    from beside it.
+
+    >>> fields("class Row:\\n    at: int  # its place\\n    # the last one\\n    end: int\\n    of: str")
+    {'at': 'its place', 'end': 'the last one'}
+    """
+    source = textwrap.dedent(source)
+    (made,) = ast.parse(source).body
+    assert isinstance(made, ast.ClassDef)
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = {token.start[0]: token for token in tokens if token.type == tokenize.COMMENT}
+    found = {}
+    for node in made.body:
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+            continue
+        name = node.target.id
+        if name.startswith("_") or ast.unparse(node.annotation).startswith("ClassVar"):
+            continue
+        first = node.lineno
+        while (above := comments.get(first - 1)) and not above.line[: above.start[1]].strip():
+            first -= 1
+        lines = range(first, (node.end_lineno or node.lineno) + 1)
+        told = [comments[line].string.lstrip("# ") for line in lines if line in comments]
+        if text := " ".join(words for words in told if not TO_TOOLS.match(words)):
+            found[name] = text
+    return found
 
 
 def _parent(text: Sequence[str], i: int) -> str:

@@ -414,9 +414,13 @@ works with every model without a sliding window; the first table has those that 
 `kvjax.presets.windowed` gives layers with a window a cache of that window, beside any method for the others.
 
 {table(["`model_type`", "models"], families)}
-Refused with an error: other architectures, the parts of a model that see images, weights quantised in other ways than
-MXFP4, bidirectional attention, and fields of a config that would change results and that no family implements. Of these
-architectures the error says what is missing:
+A family of your own that computes as one of these goes into `kvjax.models.FAMILIES` before `load`. With the names of a
+Llama it is `dataclasses.replace(FAMILIES["llama"], model_type="mine", architecture="MineForCausalLM")`; other names of
+fields and tensors are a `kvjax.models.Family`.
+
+Refused with an error: other architectures ([write them yourself](guides/own_model.md)), the parts of a model that
+see images, weights quantised in other ways than MXFP4, bidirectional attention, and fields of a config that would
+change results and that no family implements. Of these architectures the error says what is missing:
 
 {table(["`model_type`", "needs"], missing)}"""
 

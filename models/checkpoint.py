@@ -336,11 +336,12 @@ class Checkpoint:
           cache: a policy such as `kvjax.presets.fier(256)`, or its text: "fier:budget=256".
           max_new_tokens: 128 by default, or fewer if the model's positions leave fewer.
           temperature, top_k, top_p, min_p: greedy without a temperature; see
-          `kvjax.generation.sampling`. seed, key: for sampling, one of the two; seed 0 by
-          default. stop_tokens: `stop_tokens` of the checkpoint by default, or
-          `chat_stop_tokens` after chat messages. capacity: tokens that the cache can hold; by
-          default what this call needs, on the ladder of
-            `kvjax.spec.round_capacity`, whose few sizes share compiled programs.
+            `kvjax.generation.sampling`.
+          seed, key: for sampling, one of the two; seed 0 by default.
+          stop_tokens: `stop_tokens` of the checkpoint by default, or `chat_stop_tokens` after
+            chat messages.
+          capacity: tokens that the cache can hold; by default what this call needs, on the
+            ladder of `kvjax.spec.round_capacity`, whose few sizes share compiled programs.
           speculate: a draft: `kvjax.PromptLookup()`, `kvjax.DraftModel(small.model)` or
             "prompt-lookup:3,8". The model verifies several drafted tokens at a time. The text
             stays the same; `speculation` has the acceptance. "self", or `kvjax.SelfDraft()`,

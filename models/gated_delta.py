@@ -36,7 +36,14 @@ from jax import Array, lax
 from jax.tree_util import register_dataclass
 
 from kvjax.numerics.convolution import causal_conv, take_slots
-from kvjax.ops.delta import delta_rule, delta_step, last_decay, product, split_heads
+from kvjax.ops.delta import (
+    delta_rule,
+    delta_step,
+    first_slots,
+    last_decay,
+    product,
+    split_heads,
+)
 from kvjax.policies.recurrent import Recurrent, RecurrentState
 from kvjax.spec import keep_ints
 
@@ -154,8 +161,9 @@ class GatedDelta(Recurrent):
         last = last_decay(memory.decay, count)  # [B, H]
         held = jnp.arange(self.newest, dtype=jnp.int32)[None] < count[:, None]
         left = jnp.where(held[..., None], last[:, None] - memory.decay, -jnp.inf)
-        keys = self._by_value_head(memory.keys, 2)
-        added = product("bphd,bphe->bhde", keys * jnp.exp(left)[..., None], memory.written)
+        keys = self._by_value_head(first_slots(memory.keys, count), 2)
+        written = first_slots(memory.written, count)
+        added = product("bphd,bphe->bhde", keys * jnp.exp(left)[..., None], written)
         kept = take_slots(memory.inputs, count, self.kernel - 1)
         return DeltaMemory(
             jnp.exp(last)[..., None, None] * memory.state + added,

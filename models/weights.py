@@ -151,11 +151,7 @@ def load(
         or tensors that are missing, unexpected or misshapen: one error that counts them and
         lists the first. Or sizes that the placement cannot split.
     """
-    if not isinstance(directory, str | Path):
-        raise ValueError(
-            f"load(directory=...) must be the path of a checkpoint's directory, got {short_repr(directory)}"
-        )
-    directory = Path(directory).expanduser()
+    directory = _path("load", directory)
     dtype = param_dtype(default_dtype() if dtype is None else dtype)
     check_directory(directory)
     found, family, fields, with_images = read_settings(directory)
@@ -352,7 +348,10 @@ def save(
       ValueError: a config that no supported architecture can express, token ids outside of the
         vocabulary, or a `shard_bytes` below 1.
     """
-    directory = Path(directory).expanduser()
+    directory = _path("save", directory)
+    if not isinstance(model, Decoder):
+        cure = "; give its model" if hasattr(model, "init_cache") else ""
+        raise ValueError(f"save(model=...) must be a Decoder, got {short_repr(model)}{cure}")
     highest = model.config.vocab_size - 1
     for what, ids in (
         ("bos_token", [] if bos_token is None else [bos_token]),
@@ -633,6 +632,14 @@ MISSING = {
 }
 
 
+def _path(verb: str, directory: Any) -> Path:
+    if not isinstance(directory, str | Path):
+        raise ValueError(
+            f"{verb}(directory=...) must be the path of a checkpoint's directory, got {short_repr(directory)}"
+        )
+    return Path(directory).expanduser()
+
+
 def _why_missing(kind: str | None) -> str:
     """Returns what kvjax lacks for a family, as a clause; "" if that is not known."""
     if kind is None:
@@ -669,7 +676,8 @@ def find_family(fields: Fields) -> Family:
         named = ", ".join(architectures) or "no architecture"
         raise ValueError(
             f"{fields.source} is of {named} (model_type {fields.raw.get('model_type')}), which is not "
-            f"supported{_why_missing(kind)}; supported are {supported}"
+            f"supported{_why_missing(kind)}; supported are {supported}; add a kvjax.models.Family to "
+            "kvjax.models.FAMILIES for one that computes as these do, or call kvjax.attention in a model of your own"
         )
     return family
 

@@ -181,9 +181,23 @@ def _is_in(half: int, item: pytest.Item) -> bool:
         return True
     if _above(item.path) or item.get_closest_marker("torch"):
         return half == 1
-    return half == (
-        2 if inside.startswith(KERNELS) else 1 + zlib.crc32(_shared(item.nodeid).encode()) % 2
-    )
+    return half == (2 if inside.startswith(KERNELS) else _half_by_name(_shared(item.nodeid)))
+
+
+def _half_by_name(name: str) -> int:
+    """1 or 2, at random but always the same, for a file or the id of a test that is alone."""
+    return 1 + zlib.crc32(name.encode()) % 2
+
+
+# In the text of a file whose tests are not all in one half: `_is_in` and `_shared`.
+PARTED = ("mark.torch", "test_law_holds", "test_random_")
+
+
+def _is_in_both(path: Path) -> bool:
+    """False if one half has all tests of a file, so that the other need not import it."""
+    if path.name in ("test_devices.py", "test_goldens.py"):
+        return True
+    return any(part in path.read_text() for part in PARTED)
 
 
 ORDER = {"test_devices.py": 0, "test_readme.py": 0, "test_goldens.py": 2}
@@ -227,6 +241,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         left_out = half == 2 or config.getoption("--quick")
     elif inside.startswith(KERNELS):
         left_out = half == 1
+    elif half and collection_path.is_file() and not _is_in_both(collection_path):
+        left_out = half != _half_by_name(f"{TESTS.name}/{inside}")
     else:
         left_out = False
     if config.option.markexpr == "core" and collection_path.is_file():

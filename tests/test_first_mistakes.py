@@ -251,7 +251,15 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a selector for a policy": (
         lambda: kvjax.init_layer(kvjax.Fier(), SPEC),  # type: ignore[arg-type]
-        r"got a Fier, which has no prefill, update, attend, of_size; give for example kvjax\.Retrieval",
+        r"got the selector Fier; put it into one: kvjax\.Retrieval\(selector=\.\.\., budget=256\)",
+    ),
+    "an evictor for a policy": (
+        lambda: kvjax.init(kvjax.evictors.KeyDiff(), SPEC, layers=2),  # type: ignore[arg-type]
+        r"got the evictor KeyDiff; put it into one: kvjax\.Evicting\(evictor=\.\.\., budget=256\)",
+    ),
+    "a store for a policy": (
+        lambda: kvjax.testing.check_policy(kvjax.HostOffload()),  # type: ignore[arg-type]
+        r"got the store HostOffload; put it into one: kvjax\.Compressed\(store=\.\.\.\)",
     ),
     "the name of a preset for a layer": (
         lambda: kvjax.init_layer("fier", SPEC),  # type: ignore[arg-type]
@@ -401,6 +409,14 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
     "a model of no directory": (
         lambda: kvjax.models.load(None),  # type: ignore[arg-type]
         r"load\(directory=\.\.\.\) must be the path of a checkpoint's directory, got None",
+    ),
+    "a model before its directory": (
+        lambda: models.save(model(), "mine"),  # type: ignore[arg-type]
+        r"save\(directory=\.\.\.\) must be the path of a checkpoint's directory, got a Decoder",
+    ),
+    "a checkpoint for its model": (
+        lambda: models.save("mine", models.load(models.shipped())),  # type: ignore[arg-type]
+        r"save\(model=\.\.\.\) must be a Decoder, got .*; give its model",
     ),
     "a traced scale": (
         lambda: jax.jit(lambda scale: kvjax.attention(None, *qkv(), scale=scale)[0])(0.5),
@@ -590,6 +606,14 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: presets.fier(24, layers=presets.Layers(dense=2, share=2, anchors=[2])),
         "both say which layers select; give one",
     ),
+    "windows around layers that follow": (
+        lambda: presets.windowed(presets.parse("fier:budget=24,share=2"), (8, None)),
+        r"windowed\(policies=.* takes a policy, or those of a preset whose layers select for themselves, got a Shared",
+    ),
+    "no windows": (
+        lambda: presets.windowed(presets.full(), ()),
+        r"windowed\(windows=.* needs one for each layer of the model, such as \(128, None\), got none",
+    ),
     "heads of a layer past the model": (
         lambda: shared(heads={9: (0, 1)}),
         "heads name layer 9, and the model has layers",
@@ -714,6 +738,15 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         r"the model returned a list as its cache; make a kvjax\.Cache of it: kvjax\.Cache\(tuple\(layers\)\)",
     ),
+    "a model that returns the logits of all tokens": (
+        lambda: kvjax.generate(
+            lambda tokens, cache, **how: (jnp.zeros((*tokens.shape, 50)), cache),
+            cache(),
+            [[1], [2]],
+            max_new_tokens=2,
+        ),
+        r"the model returned float32\[2, \d+, 50\] as logits; with last_logits=True return those of each row's last",
+    ),
     "a model that returns logits alone": (
         lambda: kvjax.generate(
             lambda tokens, cache, **how: jnp.zeros((2, 50)),
@@ -801,6 +834,10 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
     "a cache in use to warm up": (
         lambda: warm_up(model(), running().cache, 3, max_new_tokens=2),
         "warm_up consumes an empty cache, and this one holds tokens; make another one",
+    ),
+    "rows of several lengths to prefill": (
+        lambda: prefill(model(), cache(), [[1, 2], [3]]),
+        r"tokens must be one array of integers \[B, T\], and these rows have several lengths; pad them",
     ),
     "one list of tokens for a prompt": (
         lambda: kvjax.generate(model(), cache(), [1, 2], max_new_tokens=2),  # type: ignore[list-item]
@@ -1162,6 +1199,14 @@ def test_import_needs_neither_flax_nor_orbax() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_layers_with_and_without_a_window_share_one_policy() -> None:
+    caches = kvjax.init(presets.windowed(RETRIEVAL, (8, None)), SPEC, layers=2)
+    windowed, whole = (each.policy for each in caches.layers)
+    assert isinstance(windowed, kvjax.Evicting)
+    assert windowed.budget == 8
+    assert whole == RETRIEVAL
 
 
 def test_lengths_in_a_list_are_taken_under_jit_too() -> None:

@@ -25,7 +25,7 @@ from jax.tree_util import register_dataclass
 
 from kvjax.memory import Bytes, commit_together, nbytes, on_host, shapes
 from kvjax.policies import Compressed, Full, PerLayer, Policy, Recurrent
-from kvjax.policies.contract import check_contract
+from kvjax.policies.contract import check_contract, check_is_policy
 from kvjax.policies.zones import SelectedZones
 from kvjax.sharding.placement import (
     Placement,
@@ -39,7 +39,7 @@ from kvjax.sharding.placement import (
 from kvjax.spec import CacheSpec, require_int
 from kvjax.stores import Dense
 from kvjax.stores.prefixed import Prefixed, PrefixedBlock
-from kvjax.validation import check_alive, check_verbs, short_repr
+from kvjax.validation import check_alive, short_repr
 
 
 @register_dataclass
@@ -565,12 +565,7 @@ _PRESETS = "kvjax.presets.fier(256) or kvjax.presets.parse('fier:budget=256')"
 
 
 def _check_policy(where: str, policy: Any) -> None:
-    """Raises ValueError unless `policy` is one: it may be a preset's name, a class, or a preset
-    that was not called.
-    """
-    verbs = ("init", "prefill", "update", "attend", "of_size")
-    example = _LAYER if where.startswith("init_layer") else _PRESETS
-    check_verbs(where, policy, "a policy", verbs, example, protocol="kvjax.Policy")
+    check_is_policy(where, policy, _LAYER if where.startswith("init_layer") else _PRESETS)
 
 
 def _check_spec(where: str, spec: Any) -> None:

@@ -273,5 +273,5 @@ class Mixed(Evicting):
         if window is not None:
             raise ValueError(
                 f"Mixed stores tokens in the order in which they left, so it cannot serve a sliding window of {window};"
-                " use kvjax.Compressed()"
+                " use kivi, or kvjax.Compressed()"
             )

@@ -239,5 +239,5 @@ class Compensated(Policy):
         if window is not None:
             raise ValueError(
                 f"Compensated keeps the mean of all evicted tokens, so it cannot serve a sliding window of {window}; "
-                "use kvjax.Evicting(evictor=kvjax.evictors.Sliding(...)) alone"
+                "use duoattention, or kvjax.Evicting(evictor=kvjax.evictors.Sliding(...)) alone"
             )

@@ -13,7 +13,7 @@ or from a shell, with the harness's own options:
 
 Every scored token comes from a decode step: a context is prefilled except for its last token,
 which is fed through the cache like the tokens of the continuation. Needs the extra `harness`:
-`pip install 'kvjax[harness]'`.
+`pip install lm_eval pytablewriter`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ try:
     from lm_eval.utils import get_rolling_token_windows
 except ImportError as error:
     raise ImportError(
-        "kvjax.evaluate.harness needs lm_eval: pip install 'kvjax[harness]'"
+        "kvjax.evaluate.harness needs lm_eval: pip install lm_eval pytablewriter"
     ) from error
 
 from kvjax import models

@@ -56,7 +56,7 @@ COLOURS = {
 }
 MARKERS = (*"oDs^vPX*<>hpdH81234x+|_.", "$T$")
 LINES = ("-", "--", ":", "-.")
-NEEDED = "plots need matplotlib: pip install 'kvjax[eval]'"
+NEEDED = "plots need matplotlib: pip install matplotlib"
 
 
 def can_draw() -> bool:

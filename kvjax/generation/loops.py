@@ -449,7 +449,7 @@ def decode_by_layer(
     ends = FlatLayers(by.model.whole, [])
     s, kinds = _begin_by_layer(cache, logits, active, measure)
     running: list[Any] = []  # of each step that the device may still work on, the active rows
-    for i in range(int(limit)):
+    for i in range(int(np.max(limit))):
         # Draw the next token of each row and embed it.
         brief = dataclasses.replace(cache, layers=tuple(layers[kind] for kind in kinds))
         drawn, embedded, steps_to_full = _begin_step(ends, s, brief, *given)

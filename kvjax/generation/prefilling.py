@@ -24,7 +24,12 @@ from kvjax.cache.cache import Cache, LayerCache, check_rotation
 from kvjax.call import plain_step
 from kvjax.compiling import Program
 from kvjax.generation.callables import as_model
-from kvjax.generation.prompt_inputs import check_ids, check_model_cache, check_returned
+from kvjax.generation.prompt_inputs import (
+    check_ids,
+    check_model_cache,
+    check_returned,
+    pad_prompt,
+)
 from kvjax.generation.staging import (
     empty_prompt,
     needs_staging,
@@ -163,7 +168,7 @@ def to_caller(logits: Array, placement: Placement | None) -> Array:
 def prefill(
     model: Model,
     cache: Cache,
-    tokens: ArrayLike,
+    tokens: ArrayLike | Sequence[Sequence[int]],
     lengths: ArrayLike | None = None,
     *,
     chunk: int | None = None,
@@ -172,8 +177,8 @@ def prefill(
     final: ArrayLike | None = None,
     sparse_prompt: float | None = None,
 ) -> tuple[Array, Cache]:
-    """Stores a right-padded prompt i32[B, T] and returns the logits f32[B, V] of each row's
-    last real token.
+    """Stores a right-padded prompt i32[B, T], or one list of token ids for each row, and returns
+    the logits f32[B, V] of each row's last real token.
 
     Reads the prompt in chunks of at most `chunk` tokens, so it holds neither a T x T array nor
     the logits of every token. None cuts it into chunks of few sizes, at most 256 tokens on CPU
@@ -210,6 +215,8 @@ def prefill(
     """
     check_model_cache(model, cache)
     model = as_model(model)
+    if isinstance(tokens, list | tuple) and lengths is None:
+        tokens, lengths = pad_prompt(tokens, rows=cache.spec.batch)
     if sparse_prompt is not None:
         steps = steps_of(getattr(model, "config", None), cache)
         if not check_sparse(cache, sparse_prompt, steps):
@@ -252,7 +259,7 @@ def prefill(
 
 
 def _checked_prompt(
-    cache: Cache, tokens: ArrayLike, lengths: ArrayLike | None, *, sparse: bool
+    cache: Cache, tokens: Any, lengths: ArrayLike | None, *, sparse: bool
 ) -> tuple[Any, Any]:
     """A prompt [B, T] and the tokens [B] that each row has of it, both on the host unless they
     are traced: slices of a prompt are then not compiled as programs.
@@ -260,7 +267,15 @@ def _checked_prompt(
     Raises ValueError for arrays that are none of this cache, and for a `sparse` prompt whose
     rows end nobody knows where.
     """
-    prompt: Any = tokens if isinstance(tokens, jax.core.Tracer) else np.asarray(tokens)
+    prompt: Any = tokens
+    if not isinstance(tokens, jax.core.Tracer):
+        try:
+            prompt = np.asarray(tokens)
+        except (TypeError, ValueError):
+            raise ValueError(
+                "tokens must be one array of integers [B, T], and these rows have several lengths; pad them on the "
+                "right and give lengths=..., or pass them to kvjax.generate as they are"
+            ) from None
     if prompt.ndim != 2 or prompt.shape[0] != cache.spec.batch or prompt.shape[1] == 0:
         raise ValueError(
             f"tokens must be [B={cache.spec.batch}, T >= 1] for this cache, got shape {list(prompt.shape)}"

@@ -8,7 +8,7 @@ A model may declare its positions and vocabulary (`max_positions`, or `config` w
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,12 @@ def pad_prompt(
     (array([[5, 6, 7],
            [8, 0, 0]], dtype=int32), array([3, 1], dtype=int32))
     """
+    rows_given = prompt if isinstance(prompt, list | tuple) else [prompt]
+    if any(isinstance(row, str | Mapping) for row in rows_given):
+        raise ValueError(
+            "prompt must be token ids, got text; encode it with the model's tokenizer, or give it to the generate or "
+            "stream of a kvjax.models.Checkpoint"
+        )
     if isinstance(prompt, list | tuple):
         if lengths is not None:
             raise ValueError(
@@ -212,7 +218,7 @@ def check_model(model: Any, asked: Iterable[str] = ()) -> None:
 
 
 def check_returned(made: Any) -> None:
-    """Raises ValueError unless a model returned logits and the cache of all of its layers.
+    """Raises ValueError unless a model returned logits [B, V] and the cache of all of its layers.
 
     >>> check_returned(("logits", ["a layer"]))
     Traceback (most recent call last):
@@ -229,6 +235,11 @@ def check_returned(made: Any) -> None:
         raise ValueError(
             f"the model returned {described(made[1])} as its cache; make a kvjax.Cache of it: "
             "kvjax.Cache(tuple(layers))"
+        )
+    if np.ndim(made[0]) != 2:
+        raise ValueError(
+            f"the model returned {described(made[0])} as logits; with last_logits=True return those of each row's "
+            "last real token alone, [B, V]"
         )
 
 
@@ -389,7 +400,7 @@ def vocabulary_size(model: Any) -> int | None:
     return getattr(getattr(model, "config", None), "vocab_size", None)
 
 
-LEAST_STOPS = 8  # places for stop tokens, so that most models and requests share a program
+LEAST_STOPS = 16  # places for stop tokens, so that most models and requests share a program
 NO_TOKEN = -1
 
 
@@ -398,7 +409,8 @@ def stop_array(stop_tokens: int | Iterable[int] | None) -> np.ndarray:
     stop token.
 
     >>> stop_array((7, 9))
-    array([ 7,  9, -1, -1, -1, -1, -1, -1], dtype=int32)
+    array([ 7,  9, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1],
+          dtype=int32)
     """
     if stop_tokens is None:
         stop_tokens = ()

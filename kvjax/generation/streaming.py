@@ -479,7 +479,9 @@ class Stream(Iterator[Any]):
         # arguments of the last call on the host and on the device, by name
         self._put_before: dict[str, tuple[Any, Any]] = {}
         self._put_beside = _putting_beside(self.cache)
-        self._draws, self._stop = draws, stop_array(()) if stop is None else stop
+        self._draws = draws
+        # One row of them for each row, as an engine has them, which so runs the same programs.
+        self._stop = np.tile(stop_array(()) if stop is None else stop, (batch, 1))
         self._left = max_new_tokens
         self._step = 0
         self._active: Any = np.ones((batch,), bool) if active is None else active
@@ -521,7 +523,9 @@ class Stream(Iterator[Any]):
             how["exact"] = True
         if self.log_probabilities is not None:
             how["log_probabilities"] = True
-        asked = np.int32(self._step), put("limit", np.int32(limit)), put("stop", self._stop)
+        rows = (len(self.rows),)
+        first, most = (np.full(rows, n, np.int32) for n in (self._step, limit))
+        asked = first, put("limit", most), put("stop", self._stop)
         return (*state, *asked, self._processed), how
 
     def _put(self, name: str, value: Any) -> Any:

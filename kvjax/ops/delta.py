@@ -87,9 +87,13 @@ def delta_step(
     joined = put_slots(inputs, new, width + held, count)
     window = take_slots(joined, held, T + width)
     mixed = causal_conv(window, kernel, like=new)
+    # A token that is not finite has no part in those before it, for which 0 times NaN would be NaN.
+    finite = _finite_up_to(mixed, decay, rate)[..., None]  # [B, T, 1]
+    mixed, decay, rate = (jnp.where(finite, x, 0) for x in (mixed, decay, rate))
     q, k, v = split_heads(mixed, keys.shape[2], state.shape, activation)
     total = last_decay(decays, held)[:, None] + jnp.cumsum(decay, axis=1)
-    all_keys = put_slots(keys, k, held, count)
+    # Slots that no token has may hold anything, and are read as 0.
+    all_keys = put_slots(first_slots(keys, held), k, held, count)
     all_decays = put_slots(decays, total, held, count)
     both = jnp.repeat(jnp.concatenate([k, q], axis=1), state.shape[1] // keys.shape[2], axis=2)
     predicted, out = jnp.split(product("bthd,bhde->bthe", both, state), 2, axis=1)
@@ -99,22 +103,34 @@ def delta_step(
     before = (slot < held[:, None])[:, None]  # [B, 1, P]
     alike = _weighted(k, all_keys, total, all_decays, before)
     predicted = jnp.exp(total)[..., None] * predicted
-    predicted += product("bhtp,bphe->bthe", alike, written)
+    known_written = first_slots(written, held)
+    predicted += product("bhtp,bphe->bthe", alike, known_written)
     mine = rate[..., None] * (v - predicted)
     if T > 1:  # then against each other
         causal = jnp.tril(jnp.ones((T, T), bool), -1)
         alike = _weighted(k, k, total, total, causal[None])
         system = alike * jnp.swapaxes(rate, 1, 2)[..., None]
         mine = jnp.swapaxes(solve_below(system, jnp.swapaxes(mine, 1, 2)), 1, 2)
-    all_written = put_slots(written, mine, held, count)
+    all_written = put_slots(known_written, mine, held, count)
 
     own = held[:, None] + jnp.arange(T, dtype=jnp.int32)[None]  # slot of each new token
     up_to = slot[None] <= own[..., None]
     seen = _weighted(q, all_keys, total, all_decays, up_to)
     out = jnp.exp(total)[..., None] * out
     out += product("bhtp,bphe->bthe", seen, all_written)
+
+    # It stays, as long as the token does.
+    out = jnp.where(finite[..., None], out, jnp.nan)
+    mine = jnp.where(finite[..., None], mine, jnp.nan)
     counted = held + count, length + count, dropped | (due > count)
-    return out, joined, all_keys, all_written, all_decays, counted
+    return (
+        out,
+        joined,
+        put_slots(keys, k, held, count),
+        put_slots(written, mine, held, count),
+        all_decays,
+        counted,
+    )
 
 
 @op(
@@ -216,6 +232,18 @@ def split_heads(
     q = _normalised(q.reshape(*q.shape[:2], key_heads, key_dim)) * key_dim**-0.5
     k = _normalised(k.reshape(*k.shape[:2], key_heads, key_dim))
     return q, k, v.reshape(*v.shape[:2], heads, value_dim)
+
+
+def first_slots(x: Array, count: Array) -> Array:
+    """x [B, P, ...] with 0 in slots past `count` i32[B], which may hold anything."""
+    held = jnp.arange(x.shape[1], dtype=jnp.int32)[None] < count[:, None]
+    return jnp.where(held.reshape(*held.shape, *(1,) * (x.ndim - 2)), x, 0)
+
+
+def _finite_up_to(*of_tokens: Array) -> Array:
+    """bool[B, T]: whether arrays [B, T, n] are finite for a token and for those before it."""
+    bad = [jnp.any(~jnp.isfinite(x), axis=2).astype(jnp.int32) for x in of_tokens]
+    return jnp.cumsum(sum(bad), axis=1) == 0
 
 
 def last_decay(decays: Array, count: Array) -> Array:

@@ -37,10 +37,22 @@ from kvjax.selectors import Selector
 from kvjax.spec import CacheSpec, require_int
 from kvjax.stores import Store
 from kvjax.stores.demotion import Demotion
-from kvjax.validation import described, first_line, parts_of, raised, short_repr
+from kvjax.validation import (
+    check_verbs,
+    described,
+    first_line,
+    parts_of,
+    raised,
+    short_repr,
+)
 
 Shape = jax.ShapeDtypeStruct
 BASES = (Selector, Store, Evictor, Policy)
+PARTS = (  # and the policies that have one
+    (Selector, "selector", "kvjax.Retrieval(selector=..., budget=256)"),
+    (Evictor, "evictor", "kvjax.Evicting(evictor=..., budget=256)"),
+    (Store, "store", "kvjax.Compressed(store=...)"),
+)
 
 
 _checked: ContextVar[bool] = ContextVar("checked", default=True)
@@ -54,6 +66,19 @@ def unchecked() -> Iterator[None]:
         yield
     finally:
         _checked.reset(token)
+
+
+def check_is_policy(where: str, value: Any, example: str) -> None:
+    """Raises ValueError unless `value` is a policy: it may be a preset's name, a class, a preset
+    that was not called, or a part that a policy has.
+    """
+    for base, kind, holder in PARTS:
+        if isinstance(value, base):
+            raise ValueError(
+                f"{where} must be a policy, got the {kind} {type(value).__name__}; put it into one: {holder}"
+            )
+    verbs = ("init", "prefill", "update", "attend", "of_size")
+    check_verbs(where, value, "a policy", verbs, example, protocol="kvjax.Policy")
 
 
 def check_contract(policy: Policy, spec: CacheSpec, *, whole: bool = False) -> None:
@@ -427,7 +452,7 @@ def _call(part: Any, verb: str, *args: Any, **settings: Any) -> Any:
 
 
 def _asked(part: Any, verb: str, *args: Any) -> Any:
-    """What a verb that takes no arrays returns, or a ValueError that names the class and it."""
+    """The answer of a verb that takes no arrays, or a ValueError that names the class and it."""
     try:
         return getattr(part, verb)(*args)
     except ValueError:

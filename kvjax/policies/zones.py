@@ -438,7 +438,7 @@ class Zoned(Policy):
         if not self.demote.ordered:
             raise ValueError(
                 f"{self.demote} forgets the order of tokens, so it cannot serve a sliding window of {window}; use "
-                f"kvjax.Fifo(leave={self.demote.leave})"
+                f"kivi, or in a policy of your own kvjax.Fifo(leave={self.demote.leave})"
             )
 
     def attend_all(

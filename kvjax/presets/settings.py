@@ -39,8 +39,7 @@ class Layers:
     may select for several.
 
     Attributes:
-      dense: first layers of the model that attend to everything. In a preset's text:
-        `dense_layers`.
+      dense: first layers of the model that attend to everything (`dense_layers` in text).
       share: after the dense layers, every `share`-th layer selects, and the layers after it
         attend to the same slots.
       anchors: numbers of the layers that select, in place of `share`; or a file written by
@@ -86,9 +85,9 @@ def over_layers(name: str, layers: Layers, policy: Policy) -> PerLayer:
     )
 
 
-def windowed(policies: PerLayer, windows: Sequence[int | None]) -> PerLayer:
-    """`policies`, but a layer with a sliding window keeps only its window; `windows` are those
-    of a model's layers.
+def windowed(policies: Policy | PerLayer, windows: Sequence[int | None]) -> PerLayer:
+    """`policies`, one for all layers or those of a preset, but a layer with a sliding window
+    keeps only its window; `windows` are those of a model's layers, None for a layer without.
 
     Such a layer needs no retrieval, and its memory does not grow with the text. Its tokens
     cannot be taken back, so `rollback` and `truncate` refuse such a cache.
@@ -98,14 +97,20 @@ def windowed(policies: PerLayer, windows: Sequence[int | None]) -> PerLayer:
     Evicting(evictor=Sliding(sink=0, rope=None), budget=128, every=1, rope=None)
 
     Raises:
-      ValueError: layers that follow the selection of others.
+      ValueError: layers that follow the selection of others, or no windows.
     """
-    if type(policies) is not PerLayer:
+    of_layers = policies if isinstance(policies, Sequence) else PerLayer.of(policies)
+    if type(of_layers) is not PerLayer:
         raise ValueError(
-            f"windowed(policies=...) takes layers that select for themselves, got {short_repr(policies)}"
+            "windowed(policies=...) takes a policy, or those of a preset whose layers select for themselves, got "
+            f"{short_repr(policies)}"
+        )
+    if not windows:
+        raise ValueError(
+            "windowed(windows=...) needs one for each layer of the model, such as (128, None), got none"
         )
     own = tuple(
-        policies.policy(i)
+        of_layers.policy(i)
         if window is None
         else Evicting(evictor=Sliding(sink=0), budget=window)
         for i, window in enumerate(windows)

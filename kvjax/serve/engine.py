@@ -174,9 +174,10 @@ class Engine:
 
     Args:
       model: a `kvjax.models.Checkpoint`, or a model as `kvjax.generation.Model` describes it.
-      cache: for a checkpoint a policy or its text, such as "fier:budget=256"; for another model
-        an empty cache of `kvjax.init`, whose rows are the slots. The engine takes it over.
-      slots, capacity: rows, and tokens that each can hold; only with a checkpoint.
+      cache: a policy or its text, such as "fier:budget=256"; or an empty cache of `kvjax.init`,
+        whose rows are the slots and which the engine takes over. A model without `spec` and
+        `config.layers` needs the second.
+      slots, capacity: rows, and tokens that each can hold, where the engine makes the cache.
       small_slots: more slots of smaller capacity, how many of each, such as {8192: 12}: a short
         request then takes less memory than the longest. Logits then differ by rounding from one
         capacity to another. No prompt is then read before a slot for it is free.

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from kvjax.generation.loops import PAD
+from kvjax.generation.prompt_inputs import LEAST_STOPS
 from kvjax.generation.sampling import Draws
 from kvjax.generation.text import Detokenizer
 from kvjax.serve.scheduler import Stage
 from kvjax.validation import short_repr
 
-STOPS = 16  # stop tokens that a request can have
+STOPS = LEAST_STOPS  # stop tokens that a request can have
 NOT_FINITE = "the logits of this row are not finite"
 
 
@@ -34,7 +35,7 @@ class Request:
     stop: np.ndarray = dataclasses.field(repr=False)  # i32[n] ids that end it
     engine: Any = dataclasses.field(repr=False)
     tokens: list[int] = dataclasses.field(default_factory=list)  # a stop token included
-    # Of the tokens; None where the engine was not asked for them.
+    # One for each of the tokens; None where the engine was not asked for them.
     log_probabilities: list[float] | None = dataclasses.field(default=None, repr=False)
     state: Stage = Stage.WAITING
     reason: str | None = None  # of its end: "stop", "length", "cancelled" or "error"

@@ -182,9 +182,14 @@ class Slots:
         return (np.int32(start.prefix), np.int32(start.tokens)) if self._shares else None
 
     def _make_logits(self, like: Array) -> None:
-        shape, home = (self.count, like.shape[1]), like.sharding
-        if self.cache.placement is not None:  # its devices have the logits of their own rows
-            home = NamedSharding(home.mesh, self.cache.placement.spec("B"))
+        shape, home, placement = (
+            (self.count, like.shape[1]),
+            like.sharding,
+            self.cache.placement,
+        )
+        if placement is not None and isinstance(home, NamedSharding):
+            # Each device has the logits of its own rows.
+            home = NamedSharding(home.mesh, placement.spec("B"))
         self.logits = jax.device_put(np.zeros(shape, like.dtype), home)
         active = np.zeros(self.count, bool)
         self._active = jax.device_put(active, replicated(like.sharding))

@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvjax.policies import PerLayer, Policy
-from kvjax.policies.contract import unchecked
+from kvjax.policies.contract import check_is_policy, unchecked
 from kvjax.spec import CacheSpec
-from kvjax.validation import check_verbs, naming_absent, short_repr
+from kvjax.validation import naming_absent, short_repr
 
 with naming_absent("kvjax.testing"):
     from kvjax.testing import (
@@ -119,13 +119,7 @@ def check_policy(
         )
     if isinstance(policy, PerLayer):
         policy = policy.rest
-    check_verbs(
-        "check_policy(policy=...)",
-        policy,
-        "a policy",
-        ("init", "prefill", "update", "attend"),
-        "kvjax.Full()",
-    )
+    check_is_policy("check_policy(policy=...)", policy, "kvjax.Full()")
     if spec is not None and not isinstance(spec, CacheSpec):
         raise ValueError(
             f"check_policy(spec=...) must be a kvjax.CacheSpec or None, got {short_repr(spec)}"

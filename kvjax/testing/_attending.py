@@ -215,9 +215,11 @@ def step_attends_to_what_is_held(policy: Policy, spec: CacheSpec) -> None:
     holds.
 
     If the state has a `compensation`, the mean key and value of the evicted tokens, it counts
-    once for each of them.
+    once for each of them. Where held tokens close up, each is rotated to its place among them,
+    and the query to that of its own token.
     """
     require(evicts(policy), "the policy evicts nothing (no `evictor` with a `budget`)")
+    rope = _closing_up(policy)
     tokens = random_tokens(spec, 19)
     lengths = ragged_lengths(policy, spec)
     cache, _ = fill(new_cache(policy, spec), tokens, lengths)
@@ -229,6 +231,10 @@ def step_attends_to_what_is_held(policy: Policy, spec: CacheSpec) -> None:
             q = tokens.q[b, lengths[b] + i, heads]
             keys = tokens.k[b, mine, k]
             values = tokens.v[b, mine, k]
+            if rope is not None:
+                turns = np.argsort(np.argsort(mine)) - mine
+                keys = _turned(keys, turns, rope)
+                q = _turned(q, np.max(turns + mine) - (lengths[b] + i), rope)
             weights = np.zeros(len(mine))
             gone = sorted(set(range(int(lengths[b]) + i + 1)) - set(mine))
             if hasattr(cache.state, "compensation") and gone:
@@ -239,3 +245,21 @@ def step_attends_to_what_is_held(policy: Policy, spec: CacheSpec) -> None:
                 weights = np.append(weights, np.log(len(gone)))
             want = dense(q, keys[:, None], values[:, None], weights)
             assert_close(out[b, heads], want, spec, f"row {b}, kv head {k}")
+
+
+def _closing_up(policy: Policy) -> Any:
+    """The RoPE by which a policy rotates tokens to their places among those that are held; None
+    if they stay where they were.
+    """
+    inner = core(policy)
+    evictor: Any = inner.evictor
+    own = getattr(inner, "rope", None)
+    return evictor.rope if own is None and evictor.renumbered else own
+
+
+def _turned(x: np.ndarray, by: Any, rope: Any) -> np.ndarray:
+    """Arrays [..., D] of keys or queries, rotated by so many places more."""
+    angle = np.multiply.outer(by, np.asarray(rope.frequencies(x.shape[-1]), np.float64))
+    low, high = np.split(x.astype(np.float64), 2, axis=-1)
+    cos, sin = np.cos(angle), np.sin(angle)
+    return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)

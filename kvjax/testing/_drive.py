@@ -26,7 +26,7 @@ class Tokens:
 
     q: np.ndarray  # [B, S, N, D]
     k: np.ndarray  # [B, S, K, D]
-    v: np.ndarray  # [B, S, K, D]
+    v: np.ndarray  # [B, S, K, E]
 
     def at(self, position: np.ndarray) -> tuple[np.ndarray, ...]:
         """One chunk per row, its tokens at `position` i[B, T]; positions past the end give the
@@ -40,9 +40,14 @@ def random_tokens(spec: CacheSpec, seed: int = 0) -> Tokens:
     """Normal random tokens; keys have channels of very different size and offset, as those of
     models do. Row 0 begins alike at every capacity."""
     *each, channels = (np.random.default_rng((seed, i)) for i in range(4))
+    sizes = (
+        (spec.q_heads, spec.head_dim),
+        (spec.kv_heads, spec.head_dim),
+        (spec.kv_heads, spec.value_size),
+    )
     q, k, v = (
-        draws.standard_normal((spec.batch, spec.capacity, heads, spec.head_dim), np.float32)
-        for draws, heads in zip(each, (spec.q_heads, spec.kv_heads, spec.kv_heads), strict=True)
+        draws.standard_normal((spec.batch, spec.capacity, *size), np.float32)
+        for draws, size in zip(each, sizes, strict=True)
     )
     size = channels.uniform(0.2, 2.0, spec.head_dim)
     offset = channels.standard_normal(spec.head_dim)
@@ -58,13 +63,13 @@ def fill(
     cache: LayerCache, tokens: Tokens, lengths: Any, start: Any = 0
 ) -> tuple[LayerCache, np.ndarray]:
     """Prefills each row from position `start` up to `lengths`; returns the cache and the
-    outputs [B, S, N, D].
+    outputs [B, S, N, E].
 
     Rows may start at different positions; each call gives every row its own next tokens.
     """
     lengths = np.asarray(lengths)
     done = np.broadcast_to(np.asarray(start), lengths.shape)
-    outputs = np.zeros(tokens.q.shape, np.float32)
+    outputs = np.zeros((*tokens.q.shape[:3], tokens.v.shape[3]), np.float32)
     while (done < lengths).any():
         count = np.clip(lengths - done, 0, CHUNK)
         out, cache = prefill_chunk(
@@ -84,7 +89,7 @@ def step(
     *,
     window: int | None = None,
 ) -> tuple[np.ndarray, LayerCache, Info]:
-    """One decode step, each row at its own position: (out f32[B, N, D], cache, info)."""
+    """One decode step, each row at its own position: (out f32[B, N, E], cache, info)."""
     position = np.asarray(position)
     active = np.ones(len(position), bool) if active is None else np.asarray(active)
     out, cache, info = _step(cache, *tokens.at(position[:, None]), active=active, window=window)

@@ -45,12 +45,12 @@ def tolerance(spec: CacheSpec, policy: Any = None) -> float:
 
 
 def dense(q: np.ndarray, k: np.ndarray, v: np.ndarray, log_weights: Any = 0.0) -> np.ndarray:
-    """Attention of q [N, D] over k, v [S, K, D] in float64, one head at a time; `log_weights`
-    [S] add to the logits.
+    """Attention of q [N, D] over k [S, K, D] and v [S, K, E] in float64, one head at a time;
+    `log_weights` [S] add to the logits.
     """
     q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
     group = q.shape[0] // k.shape[1]
-    out = np.zeros_like(q)
+    out = np.zeros((len(q), v.shape[2]))
     for n in range(q.shape[0]):
         logits = k[:, n // group] @ q[n] / np.sqrt(q.shape[1]) + log_weights
         weights = np.exp(logits - logits.max())

@@ -77,7 +77,7 @@ def _weights(spec: CacheSpec) -> list[np.ndarray]:
     """Cotangents, f64, of the outputs of the two chunks and of the steps."""
     shapes = [(spec.batch, CHUNK), (spec.batch, CHUNK), (STEPS, spec.batch, 1)]
     rng = np.random.default_rng(21)
-    return [rng.standard_normal((*shape, spec.q_heads, spec.head_dim)) for shape in shapes]
+    return [rng.standard_normal((*shape, spec.q_heads, spec.value_size)) for shape in shapes]
 
 
 def _gradients(

@@ -59,25 +59,22 @@ def step_is_in_place(policy: Policy, spec: CacheSpec) -> None:
             dtype=jnp.float32,
         )
         cache = shapes(partial(init_layer, with_room(policy, large), large))
-        q, k = (
-            jax.ShapeDtypeStruct((batch, 1, n, large.head_dim), large.dtype)
-            for n in (large.q_heads, large.kv_heads)
+        q, k, v = (
+            jax.ShapeDtypeStruct((batch, 1, heads, channels), large.dtype)
+            for heads, channels in (
+                (large.q_heads, large.head_dim),
+                (large.kv_heads, large.head_dim),
+                (large.kv_heads, large.value_size),
+            )
         )
-        compiled = jax.jit(attention, donate_argnums=0).lower(cache, q, k, k).compile()
+        compiled = jax.jit(attention, donate_argnums=0).lower(cache, q, k, v).compile()
         memory: Any = compiled.memory_analysis()
         size = sum(
             np.prod(a.shape, dtype=np.int64) * a.dtype.itemsize for a in jax.tree.leaves(cache)
         )
         aliased = memory.alias_size_in_bytes + memory.host_alias_size_in_bytes
         assert aliased >= size, f"{aliased} of {size} bytes are aliased"
-        exact = (
-            2
-            * batch
-            * large.kv_heads
-            * large.capacity
-            * large.head_dim
-            * jnp.dtype(large.dtype).itemsize
-        )
+        exact = batch * large.capacity * large.key_value_bytes
         beside = max(size, exact) if selects(policy) else size
         # cuBLAS takes a workspace of 32 MiB, whatever the sizes.
         allowed = beside // 4 + (32 * 2**20 if jax.default_backend() == "gpu" else 0)

@@ -61,9 +61,8 @@ class Report:
             raise AssertionError(lines) from failures[0].error
 
     def __repr__(self) -> str:
-        counts = ", ".join(
-            f"{len(self.laws(o))} {o}" for o in ("held", "failed", "does not apply")
-        )
+        held, failed, others = (len(self.laws(o)) for o in ("held", "failed", "does not apply"))
+        counts = f"{held} held, {failed} failed, {others} {'does' if others == 1 else 'do'} not apply"
         lines = [f"{self.policy!r}", f"on {self.spec!r}: {counts}"]
         for row in self.rows:
             reason = row.reason.split("\n")[0]

@@ -5,6 +5,7 @@ kinds.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from functools import partial
 
 import jax
@@ -37,18 +38,25 @@ CONFIG = DecoderConfig(
     qk_norm=True,
     initializer_range=0.4,
 )
-MODEL = Decoder(CONFIG)
 B, CAPACITY = 3, 96
 TEXT = np.random.default_rng(0).integers(0, 50, (B, 80))
-read = jax.jit(lambda tokens, cache, lengths=None: MODEL(tokens, cache, lengths=lengths))
+
+
+@functools.cache
+def model():
+    """Not made when the file is collected; a test makes its cache, and so this, before it traces."""
+    return Decoder(CONFIG)
+
+
+read = jax.jit(lambda tokens, cache, lengths=None: model()(tokens, cache, lengths=lengths))
 step = jax.jit(
-    lambda tokens, cache, lengths=None: MODEL(tokens, cache, lengths=lengths, steps=True)
+    lambda tokens, cache, lengths=None: model()(tokens, cache, lengths=lengths, steps=True)
 )
 
 
 def new_cache(policy=None, batch=B):
     policy = kvjax.Full() if policy is None else policy
-    return kvjax.init(policy, MODEL.spec(batch, CAPACITY), layers=CONFIG.layers)
+    return kvjax.init(policy, model().spec(batch, CAPACITY), layers=CONFIG.layers)
 
 
 def filled(lengths=(20, 5, 11), policy=None):
@@ -63,7 +71,9 @@ def next_logits(cache, lengths):
 
 
 def test_policies_of_a_cache_go_to_the_layers_with_attention():
-    spec = dataclasses.replace(MODEL.spec(B, CAPACITY), recurrent=RecurrentLayers(NET, (0, 2)))
+    spec = dataclasses.replace(
+        model().spec(B, CAPACITY), recurrent=RecurrentLayers(NET, (0, 2))
+    )
 
     def four_layers(policy):
         cache = kvjax.init(policy, spec, layers=4)
@@ -83,12 +93,12 @@ def test_policies_of_a_cache_go_to_the_layers_with_attention():
 
 def test_memory_of_a_state_does_not_grow_with_the_capacity():
     small, large = (
-        kvjax.init(kvjax.Full(), MODEL.spec(1, n), layers=2).layers for n in (64, 4096)
+        kvjax.init(kvjax.Full(), model().spec(1, n), layers=2).layers for n in (64, 4096)
     )
     assert small[0].nbytes == large[0].nbytes
     assert large[1].nbytes.device > 50 * small[1].nbytes.device
-    assert NET.bytes_per_token(MODEL.spec(1, 64)) == 0
-    whole = kvjax.init(kvjax.Full(), MODEL.spec(1, 64), layers=2)
+    assert NET.bytes_per_token(model().spec(1, 64)) == 0
+    whole = kvjax.init(kvjax.Full(), model().spec(1, 64), layers=2)
     assert whole.nbytes.device == sum(layer.nbytes.device for layer in whole.layers)
 
 
@@ -178,7 +188,7 @@ def test_many_steps_are_one_scan_that_updates_in_place():
     @partial(jax.jit, donate_argnums=0)
     def run(cache, tokens):
         def one(cache, token):
-            logits, cache = MODEL(token[:, None], cache, last_logits=True)
+            logits, cache = model()(token[:, None], cache, last_logits=True)
             return cache, logits
 
         return jax.lax.scan(one, cache, tokens.T)
@@ -188,7 +198,7 @@ def test_many_steps_are_one_scan_that_updates_in_place():
     after, logits = run(cache, TEXT[:, 4:74])
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(cache))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == shapes
-    whole = jax.jit(lambda tokens: MODEL(tokens)[0])
+    whole = jax.jit(lambda tokens: model()(tokens)[0])
     wanted = np.asarray(whole(TEXT[:, :74]))[:, 4:]
     np.testing.assert_allclose(np.moveaxis(logits, 0, 1), wanted, atol=1e-3)
     kvjax.raise_on_overflow(after)
@@ -222,9 +232,9 @@ def test_methods_apply_to_the_layers_with_attention(text, drafts):
 def test_model_drafts_for_itself_with_the_selection_of_its_attention():
     prompt = [row[:40].tolist() for row in TEXT]
     policy = presets.parse("fier:budget=16,local=4,sink=2,group=8,chunk=16,dense_layers=0")
-    whole = kvjax.generate(MODEL, new_cache(), prompt, max_new_tokens=20, measure=True)
+    whole = kvjax.generate(model(), new_cache(), prompt, max_new_tokens=20, measure=True)
     drafted = kvjax.generate(
-        MODEL, new_cache(policy), prompt, max_new_tokens=20, draft=SelfDraft(tokens=3)
+        model(), new_cache(policy), prompt, max_new_tokens=20, draft=SelfDraft(tokens=3)
     )
     np.testing.assert_array_equal(drafted.tokens, whole.tokens)
     assert drafted.speculation.drafted > 0
@@ -241,7 +251,7 @@ def test_features_for_attention_alone_are_refused_in_words():
 
 
 def test_wrong_uses_say_what_to_do():
-    spec = MODEL.spec(B, CAPACITY)
+    spec = model().spec(B, CAPACITY)
     layer = kvjax.init_layer(NET, spec)
     q = jnp.ones((B, 2, 4, 8))
     k = jnp.ones((B, 2, 2, 8))

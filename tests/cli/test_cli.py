@@ -811,7 +811,8 @@ def test_compare_shows_answers_side_by_side(kvjax, checkpoint, tmp_path):
     )
     args = (*caches, "--max-new-tokens", 3, "--dense-layers", 0)
     code, out, err = kvjax("compare", checkpoint, "--prompt-file", text, *args, "--json")
-    assert (code, err) == (0, "")
+    told = [line for line in err.splitlines() if not line.startswith("comparing: ")]
+    assert (code, told) == (0, [])  # on a busy machine it says how far it is
     full, streaming, fier = map(json.loads, out.splitlines())
     assert full["cache"] == "full"
     assert full["same"] == len(full["token_ids"]) == 3

@@ -41,21 +41,27 @@ SELECTING = "fier:budget=24,sink=2,local=6,group=4,chunk=8,dense_layers=0"
 def test_an_engine_runs_on_the_device_of_its_cache(
     alone: Decoder, method: str, settings: Any
 ) -> None:
-    """Whatever the default device is, which another thread may have set for itself alone."""
+    """Whatever the default device is, which another thread may have set for itself alone: it
+    gives the tokens that it gives where that is the default, by the same programs.
+    """
     policies = kvjax.presets.parse(method)
     third = jax.devices()[3]
     prompts = [list(range(1, n)) for n in (20, 7, 30)]
+    model = jax.device_put(alone, third)
+    with jax.default_device(third):
+        spec = model.spec(batch=2, capacity=64)
+        caches = [kvjax.init(policies, spec, layers=1) for _ in range(2)]
 
-    def run(model: Decoder, made_on: Any) -> Any:
-        with jax.default_device(made_on):
-            cache = kvjax.init(policies, model.spec(batch=2, capacity=64), layers=1)
+    def run(cache: kvjax.Cache) -> Any:
         engine = kvjax.Engine(model, cache, block=4, chunk=16, **settings)
         sent = [engine.submit(prompt, max_new_tokens=9)[0] for prompt in prompts]
         engine.run()
         assert [request.error for request in sent] == [None] * 3
         return [request.tokens for request in sent]
 
-    assert run(jax.device_put(alone, third), third) == run(alone, None)
+    with jax.default_device(third):
+        wanted = run(caches.pop())
+    assert run(caches.pop()) == wanted
 
 
 @pytest.mark.parametrize(

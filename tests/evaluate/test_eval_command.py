@@ -73,7 +73,7 @@ def test_a_run_writes_results_table_and_plots_and_is_not_made_again(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     code, out, err = run(*ask)
     assert (code, out) == again[:2]
-    assert "plots need matplotlib: pip install 'kvjax[eval]'" in err
+    assert "plots need matplotlib: pip install matplotlib" in err
 
 
 def test_drafts_are_counted_beside_the_scores_and_not_again(

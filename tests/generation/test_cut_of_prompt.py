@@ -4,6 +4,7 @@ holds the same and gives the same text.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Container, Iterable
 from pathlib import Path
@@ -32,12 +33,15 @@ from kvjax.policies import PerLayer, Policy
 from kvjax.presets.head_files import Heads
 from tests.generation.test_generate import Tiny, compilations, words
 
-TOKENS = 280  # of a prompt: 256 and 64 in chunks of the default
-NEW = 8
+CHUNK = 64
 SMALLEST = 2  # a chunk of one token would be a decode step
-WHOLE = 512
+# Of a prompt: two chunks of 64 and one of 2, of sizes like those of the default, which are
+# CHUNK and SMALLEST here so that all cuts share their programs.
+TOKENS = 2 * CHUNK + SMALLEST
+NEW = 8
+WHOLE = 256
 SPEC = kvjax.CacheSpec(
-    batch=1, q_heads=4, kv_heads=2, head_dim=8, capacity=512, dtype="float32"
+    batch=1, q_heads=4, kv_heads=2, head_dim=8, capacity=256, dtype="float32"
 )
 
 # Settings with which each method seals, rounds, selects or evicts tokens of so short a prompt.
@@ -122,7 +126,7 @@ def text_of(
 
 
 def text_of_engine(
-    model: Tiny, policy: PerLayer | Policy, prompt: list[int], chunk: int | None = 64
+    model: Tiny, policy: PerLayer | Policy, prompt: list[int], chunk: int | None = CHUNK
 ) -> list[int]:
     engine = kvjax.Engine(model, make(policy), block=4, chunk=chunk)
     (request,) = engine.submit(prompt, max_new_tokens=NEW)
@@ -138,12 +142,13 @@ def most_thorough(names: Iterable[str], default: Container[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", most_thorough([*CODES, *EXACT], DEFAULT))
-def test_a_prompt_gives_one_text_in_any_chunks_and_in_an_engine(model, name):
+def test_a_prompt_gives_one_text_in_any_chunks_and_in_an_engine(model, name, monkeypatch):
+    monkeypatch.setattr(reading, "CPU_CHUNKS", (CHUNK, SMALLEST))
     policy = policy_of((CODES | EXACT)[name])
     assert needs_staging(make(policy)) == (name in CODES)
     (prompt,) = words(TOKENS, seed=3)
     whole = text_of(model, policy, prompt, chunk=WHOLE)
-    for chunk in (None, 64, SMALLEST):  # in pieces of 256 and 64, of one size, and the smallest
+    for chunk in (None, CHUNK, SMALLEST):  # in pieces of both sizes, of one, and the smallest
         assert text_of(model, policy, prompt, chunk=chunk) == whole, chunk
     assert text_of_engine(model, policy, prompt) == whole
 
@@ -165,7 +170,7 @@ def test_only_a_method_of_which_the_table_says_so_depends_on_a_chunk(model, name
     (prompt,) = words(TOKENS, seed=3)
     tokens = np.array([prompt], np.int32)
     _, whole = prefill(model, make(policy), tokens, chunk=WHOLE)
-    _, parts = prefill(model, make(policy), tokens, chunk=64)
+    _, parts = prefill(model, make(policy), tokens, chunk=CHUNK)
     pairs = zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True)
     assert any(not np.allclose(a, b, atol=1e-3) for a, b in pairs)
 
@@ -267,8 +272,9 @@ def test_a_prompt_that_is_stored_leaves_no_second_copy(model):
 
 
 def test_what_is_compiled_ahead_is_what_reads_a_prompt(model):
-    cache = make(policy_of(CODES["kivi"]))
-    names = [p.function.__name__ for p in reading.prompt_programs(model, cache, TOKENS)]
+    spec = dataclasses.replace(SPEC, capacity=512)
+    cache = kvjax.init(policy_of(CODES["kivi"]), spec, layers=2)
+    names = [p.function.__name__ for p in reading.prompt_programs(model, cache, 280)]
     assert names == ["_settle", "_prefill_chunk", "_prefill_chunk"]
 
 
@@ -276,7 +282,7 @@ def test_nothing_compiles_after_an_engine_has_warmed_up_for_codes(model):
     engine = kvjax.Engine(model, make(policy_of(CODES["kivi"])), block=4, chunk=64)
     engine.warm_up()
     with compilations() as seen:
-        for prompt in words(TOKENS, 20, 130, seed=4):
+        for prompt in words(TOKENS, 20, 100, seed=4):
             engine.submit(prompt, max_new_tokens=5)
         engine.run()
     assert not seen

@@ -161,6 +161,14 @@ def test_prefill_in_chunks_equals_prefill_at_once(model):
         assert_close(alone[0], parts[row])
 
 
+def test_prefill_takes_rows_of_several_lengths_as_generate_does(model):
+    prompt = words(33, 5)
+    got, cache = prefill(model, new_cache(2), prompt, chunk=32)
+    want, _ = prefill(model, new_cache(2), *pad_prompt(prompt, rows=2), chunk=32)
+    np.testing.assert_array_equal(got, want)
+    assert cache.length.tolist() == [33, 5]
+
+
 def test_prefill_skips_rows_of_length_0(model):
     _, cache = prefill(model, new_cache(2), [[1, 2, 3], [4, 5, 6]])
     logits, cache = prefill(model, cache, [[7, 8], [9, 9]], [2, 0])
@@ -623,6 +631,12 @@ def test_stream_of_text_equals_the_decoded_tokens(model):
         ([], {}, "prompt has 0 rows but the cache has B=1"),
         ([[1], [2]], {}, "prompt has 2 rows but the cache has B=1"),
         ([1, 2], {}, r"for one row write \[tokens\]"),
+        (
+            "a text",
+            {},
+            "prompt must be token ids, got text; encode it with the model's tokenizer",
+        ),
+        (["a text"], {}, "prompt must be token ids, got text"),
         ([[1.5]], {}, "integer token ids, got float64"),
         ([[-1]], {}, "token id -1; ids must be from 0 to"),
         ([[61]], {}, "prompt has the token id 61, but the model's vocabulary is 61"),

@@ -180,9 +180,9 @@ def test_capacities_have_two_sizes_for_a_factor_of_two():
 
 
 def test_stop_tokens_of_most_requests_have_one_shape():
-    assert {stop_array(stops).shape for stops in ((), None, 3, (1, 2), range(8))} == {(8,)}
-    assert stop_array(range(9)).shape == (16,)
-    assert stop_array((4, 2)).tolist() == [4, 2] + [-1] * 6
+    assert {stop_array(stops).shape for stops in ((), None, 3, (1, 2), range(16))} == {(16,)}
+    assert stop_array(range(17)).shape == (32,)
+    assert stop_array((4, 2)).tolist() == [4, 2] + [-1] * 14
 
 
 # Of one kind, so that it can be read by layer: with caches of two kinds where one of a kind is deep.

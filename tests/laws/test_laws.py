@@ -1,5 +1,6 @@
 """Every law on every policy. A failure names the law and the policy."""
 
+import dataclasses
 import itertools
 import re
 import warnings
@@ -73,6 +74,25 @@ def test_law_holds(law: str, case: str) -> None:
 )
 def test_law_holds_whatever_the_pooling(law: str, case: str) -> None:
     _assert_holds(law, GROUP_REDUCES[case])
+
+
+VALUES = dataclasses.replace(SPEC, value_dim=24)
+CLOSING_UP = kvjax.evictors.Sliding(sink=4, rope=kvjax.models.rope.Default(theta=1e4))
+
+
+@pytest.mark.parametrize(
+    ("law", "case"),
+    [
+        ("budget_of_all_is_dense_attention", Case(kvjax.Full(), VALUES)),
+        ("step_is_in_place", Case(kvjax.Full(), VALUES)),
+        ("step_attends_to_what_is_held", Case(kvjax.Evicting(evictor=CLOSING_UP, budget=60))),
+    ],
+    ids=["dense-values", "in-place-values", "closing-up"],
+)
+def test_law_judges_values_of_another_size_and_tokens_that_close_up(
+    law: str, case: Case
+) -> None:
+    _assert_holds(law, case)
 
 
 X64_LAWS = ("prefill_equals_prefill_then_updates", "structure_is_constant")

@@ -2,6 +2,7 @@
 reported at once.
 """
 
+import dataclasses
 import itertools
 import json
 import os
@@ -511,6 +512,33 @@ def test_an_architecture_that_is_not_supported_names_those_that_are(write, no_re
             "Qwen3ForCausalLM",
         ):
             assert name in str(error.value)
+        assert str(error.value).endswith("or call kvjax.attention in a model of your own")
+
+
+def test_a_family_of_ones_own_is_read(write, monkeypatch):
+    own = {"model_type": "mine", "architectures": ["MineForCausalLM"]}
+    with pytest.raises(
+        ValueError, match=r"add a kvjax\.models\.Family to kvjax\.models\.FAMILIES"
+    ):
+        models.load(write(**own))
+    mine = dataclasses.replace(
+        models.FAMILIES["llama"],
+        model_type="mine",
+        architecture="MineForCausalLM",
+        weights=tuple(
+            dataclasses.replace(row, name=row.name.replace("q_proj", "query"))
+            for row in models.FAMILIES["llama"].weights
+        ),
+    )
+    monkeypatch.setitem(models.FAMILIES, "mine", mine)
+
+    def rename(tensors):
+        for name in [name for name in tensors if "q_proj" in name]:
+            tensors[name.replace("q_proj", "query")] = tensors.pop(name)
+
+    found, wanted = models.load(write(change=rename, **own)).model, models.load(write()).model
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])

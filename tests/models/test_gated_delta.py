@@ -111,6 +111,34 @@ def test_ragged_rows_with_padding_of_nan_are_rows_alone():
     assert cache.length.tolist() == [70, 6]
 
 
+def with_nan(given, token):
+    return jax.tree.map(
+        lambda x: np.where(np.arange(x.shape[1])[:, None] == token, np.nan, x), given
+    )
+
+
+def test_a_token_that_is_not_finite_changes_none_before_it():
+    """A draft may have one where the text has none: it is taken back, and must leave nothing."""
+    given, kernel = inputs()
+    _, start = call(empty(), part(given, 0, 20), kernel)
+    wanted, whole = call(start, part(given, 20, 24), kernel, steps=True)
+    for bad in range(1, 4):
+        drafted = with_nan(part(given, 20, 24), bad)
+        out, cache = call(start, drafted, kernel, steps=True)
+        np.testing.assert_allclose(out[:, :bad], wanted[:, :bad], atol=1e-6)
+        assert np.isnan(out[:, bad:]).all()
+        # The row keeps it if it is not taken back, as a cache of keys and values does.
+        after, _ = call(cache, part(given, 24, 25), kernel, steps=True)
+        assert np.isnan(after).all()
+        cache = kvjax.rollback(cache, jnp.full(B, 20 + bad, jnp.int32))
+        expected = kvjax.rollback(whole, jnp.full(B, 20 + bad, jnp.int32))
+        for length in (1, 2, 7):  # steps beside the state, and a chunk that folds them into it
+            more = part(given, 20 + bad, 20 + bad + length)
+            got, _ = call(cache, more, kernel, steps=length < 7)
+            one, _ = call(expected, more, kernel, steps=length < 7)
+            np.testing.assert_allclose(got, one, atol=1e-6)
+
+
 def test_long_prompts_go_through_segments():
     rng = np.random.default_rng(3)
     tokens, heads, size = 2200, 1, 4

@@ -1,6 +1,7 @@
 """`.ci/release.py`: what a tag may release."""
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -51,3 +52,22 @@ def test_a_tag_of_another_version_is_refused(release, tmp_path):
     write_changelog(tmp_path, "")
     with pytest.raises(SystemExit, match=r"the tag has 1\.3\.0"):
         release.check_versions("v1.3.0")
+
+
+def test_pages_for_an_index_link_to_the_files_of_the_tag(release):
+    text = (ROOT / "README.md").read_text()
+    page = release.with_whole_links(text, "REPOSITORY", "v1.2.0", Path("."))
+    kinds = re.findall(r"\]\((REPOSITORY/(\w+)/v1\.2\.0/([^)#]+)[^)]*)\)", page)
+    assert len(kinds) == len(re.findall(r"\]\((?!https?:)", text)) > 9
+    assert not re.findall(r"\]\((?!REPOSITORY/)", page)
+    for _, kind, name in kinds:
+        assert (ROOT / name).is_file()
+        assert kind == ("raw" if name.endswith(".svg") else "blob")
+    page = release.with_whole_links("[a](../b.md#c) [d](#e)", "H", "v1.2.0", Path("x/y"))
+    assert page == "[a](H/blob/v1.2.0/x/b.md#c) [d](#e)"
+
+
+def test_no_page_links_to_what_a_release_renames():
+    """A release gives "Unreleased" its number."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    assert not [page.name for page in pages if "CHANGELOG.md#unreleased" in page.read_text()]

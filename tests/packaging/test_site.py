@@ -136,8 +136,11 @@ def test_the_site_builds_without_warnings(tmp_path):
         r"formatCopyText\(text, (.*)\)", script
     )  # prompts go, and a line that goes on is whole
     assert how == r"'\\$ |>>> |\\.\\.\\. ', true, true, true, true, '\\', ''"
+    tokens = (tmp_path / "site" / "docs" / "api" / "kvjax.evictors.Tokens.html").read_text()
+    assert "i32[B, K, L] -1 where there is no token" in tokens  # the comment beside a field
     for page in (tmp_path / "site").rglob("*.html"):  # what is wider than a phone may break
         article = page.read_text().partition("<article")[2].partition("</article>")[0]
+        assert "Alias for field number" not in article, page.name
         for kind, text in re.findall(r'<code class="([^"]*)">(.*?)</code>', article, re.DOTALL):
             wide = re.search(r'<span class="pre">(?:&\w+;|[^<&]){29,}<', text)
             assert not wide or "long" in kind.split(), f"{page.name}: {wide[0]}"

@@ -78,7 +78,16 @@ def test_tokens_are_those_of_the_request_alone(name, seed):
 
 
 @pytest.mark.parametrize("draws", [False, True])
-def test_tokens_are_those_of_generate(model, draws):
+def test_tokens_are_those_of_generate(draws):
+    """Of as many rows, whose loop is that of the engine, traced once."""
+    traced = []
+
+    class Traced(Tiny):
+        def __call__(self, tokens, cache, **settings):
+            traced.append(tokens.shape)
+            return super().__call__(tokens, cache, **settings)
+
+    model = Traced(nnx.Rngs(0), layers=1)
     settings = {"sampling": sampling(1.0), "key": jax.random.key(3)} if draws else {}
     (prompt,) = words(40)
     engine = kvjax.Engine(model, new_cache(2), chunk=512)
@@ -86,6 +95,7 @@ def test_tokens_are_those_of_generate(model, draws):
     engine.run()
     whole = kvjax.generate(model, new_cache(2), [prompt, prompt], max_new_tokens=12, **settings)
     assert [request.tokens for request in requests] == whole.rows
+    assert traced.count((2, 1)) == 1
 
 
 def test_blocks_of_one_token_run_no_loop_where_it_would_wait(model, monkeypatch):
@@ -627,7 +637,7 @@ def test_warm_up_touches_no_request(model):
 
 def test_chat_messages_end_at_the_stop_tokens_of_a_chat(tmp_path):
     checkpoint = kvjax.models.load(write_checkpoint(tmp_path / "chat"))
-    engine = kvjax.Engine(checkpoint, slots=1, capacity=128)
+    engine = kvjax.Engine(checkpoint, slots=1, capacity=512)  # as `generate` makes it
     asked = {"text": "Hello", "messages": [{"role": "user", "content": "Hello"}]}
     found = {name: engine.submit(prompt, max_new_tokens=6)[0] for name, prompt in asked.items()}
     engine.run()
