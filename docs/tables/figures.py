@@ -83,7 +83,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "Off by more than 15 %": "the bound that the list below it uses",
         "a multiple of 8 times the devices": "a rule of `magicpig`",
         "a probability of .90 or .95": "settings of the table",
-        "a probability of .90 after": "a setting of the table",
+        "a probability of .90 over four GPUs after": "a setting of the table",
     },
     "docs/stability.md": {"1.0": "a version"},
     "docs/support.md": {
