@@ -266,7 +266,7 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     ),
     "score that is an object": (
         lambda: selecting(changed(MeanKey, score=lambda self, ix, q, logits: [object()])),
-        "Mine.score returned a list, where arrays are wanted",
+        "Mine.score returned a list of an object, where arrays are wanted",
     ),
     "an index of keys of jax.random": (
         lambda: selecting(changed(MeanKey, init=lambda self, spec, slots: jax.random.key(0))),
