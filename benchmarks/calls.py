@@ -61,7 +61,7 @@ def loop_of_its_own() -> Any:
     """`decode_loop` for one form, so that another form does not find its program."""
     return jax.jit(
         partial(loops.decode_loop.__wrapped__),
-        static_argnames=("measure", "alone"),
+        static_argnames=("measure", "single_step"),
         donate_argnums=1,
         compiler_options=loops.CONCURRENT,
     )
@@ -101,7 +101,7 @@ def parts_of_a_call(run: Stream, loop: Any, alone: dict[str, bool]) -> list[floa
 
 def times_of(run: Stream, form: str) -> dict[str, float]:
     loop = loop_of_its_own()
-    alone = {"alone": True} if form == "alone" else {}
+    alone = {"single_step": True} if form == "alone" else {}
     with calls_of(form, loop):
         run.advance(2)
         for _ in range(3):

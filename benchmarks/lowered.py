@@ -272,6 +272,10 @@ def programs(
         "sampling": _module("sampling").Sampling(),
         "stop": sds((2,), jnp.int32),
     }
+    if "inputs" in wanted:
+        fields = _module("loops").LoopInputs._fields
+        given = {name: operands[name] for name in fields if name in operands}
+        operands["inputs"] = _module("loops").LoopInputs(**given)
     loop = partial(_module("loops").decode_loop.__wrapped__, **static)
     yield "loop", loop, tuple(operands[name] for name in wanted if name in operands)
 

@@ -56,7 +56,7 @@ from throughput import SHAPES, fill, random_model
 import kvjax
 from kvjax.compiling import use_compilation_cache
 from kvjax.generation import warm_up
-from kvjax.generation.loops import PAD, Flat, decode_loop
+from kvjax.generation.loops import PAD, Flat, LoopInputs, decode_loop
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.policies import Info
 from kvjax.serve.requests import STOPS
@@ -273,15 +273,16 @@ def full_rate(
     )
     logits: Any = jnp.asarray(rng.standard_normal((slots, model.config.vocab_size), np.float32))
     flat, active = Flat.of(model), jnp.ones(slots, bool)
-    rows = (
-        np.zeros(slots, np.int32),
-        np.full(slots, steps, np.int32),
-        np.full((slots, STOPS), PAD, np.int32),
+    inputs = LoopInputs(
+        draws=None,
+        first=np.zeros(slots, np.int32),
+        limit=np.full(slots, steps, np.int32),
+        stop=np.full((slots, STOPS), PAD, np.int32),
     )
     seconds = []
     for _ in range(1 + calls):
         start = time.perf_counter()
-        done, _ = decode_loop(flat, cache, logits, active, None, *rows, None, measure=False)
+        done, _ = decode_loop(flat, cache, logits, active, inputs, measure=False)
         cache, logits = done.cache, jax.block_until_ready(done.logits)
         seconds.append(time.perf_counter() - start)
     rate = steps * slots / float(np.median(seconds[1:]))

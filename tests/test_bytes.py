@@ -15,7 +15,7 @@ import pytest
 import kvjax
 from kvjax import CacheSpec, memory, models, presets
 from kvjax.contrib.mikv import Mixed
-from kvjax.generation.loops import decode_loop
+from kvjax.generation.loops import LoopInputs, decode_loop
 from kvjax.generation.prefilling import _prefill_chunk
 
 D, K, VALUE = 128, 8, 2  # a layer of Llama 3.1 8B in bfloat16
@@ -268,6 +268,7 @@ def test_generation_of_a_model_needs_the_same_device_memory_for_any_prompt() -> 
         jax.ShapeDtypeStruct((1, 128), jnp.float32),
         jax.ShapeDtypeStruct((1,), bool),
     )
+    inputs = LoopInputs(None, number, number, rows)
     for capacity in (8192, 65536):
         spec, method = (
             model.spec(batch=1, capacity=capacity),
@@ -275,9 +276,7 @@ def test_generation_of_a_model_needs_the_same_device_memory_for_any_prompt() -> 
         )
         cache = memory.shapes(functools.partial(kvjax.init, method, spec, layers=2))
         prompt = _prefill_chunk.lower(model, cache, tokens, rows, first_chunk=False)
-        loop = decode_loop.lower(
-            model, cache, logits, active, None, number, number, rows, measure=False
-        )
+        loop = decode_loop.lower(model, cache, logits, active, inputs, measure=False)
         temp.append([p.compile().memory_analysis().temp_size_in_bytes for p in (prompt, loop)])
         device.append(2 * held(method.rest, spec).device)
     assert device[1] - device[0] <= 1.01 * 2 * 2 * (65536 - 8192) * 2 * 64 * 4 / 32, (

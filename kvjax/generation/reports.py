@@ -24,11 +24,11 @@ class Report(NamedTuple):
     tokens: Any  # i32[B, ROOM], each row's new tokens, then PAD
     count: Any  # tokens that this call emitted: i32[], or i32[B] of each row
     active: Any  # bool[B] rows that have not ended
-    # bool[2, B] rows whose logits have no best token, before the first step and after the last one
+    # bool[2, B] rows whose logits have no best token: before the first step, after the last one
     bad: Any
     attended: Any  # f32[L] mean over the steps of rows; [0] if not measured
     counted: Any  # f32[] row steps in that mean
-    numbers: Any  # i32[3] of `Speculation`: steps of rows, tokens drafted, tokens accepted
+    draft_counts: Any  # i32[3] steps of rows, tokens drafted, tokens accepted: `Speculation`
     log_probabilities: Any = None  # f32[B, ROOM] of the tokens; None: not asked for
 
     def read(self) -> Report:
@@ -37,7 +37,7 @@ class Report(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """An array in the words of a `Packed`."""
+    """Shape and dtype of an array in the words of a `Packed`."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -46,10 +46,10 @@ class _Part(NamedTuple):
 @register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """A `Report` in one array.
+    """A `Report` in one array: the elements of all its arrays, one after the other, as i32.
 
-    >>> report = Report(*jnp.ones((6, 2), bool), jnp.full(3, 0.5))
-    >>> Packed.of(report).read().numbers
+    >>> report = Report(*jnp.ones((6, 2), bool), draft_counts=jnp.full(3, 0.5))
+    >>> Packed.of(report).read().draft_counts
     array([0.5, 0.5, 0.5], dtype=float32)
     """
 
@@ -67,13 +67,15 @@ class Packed:
     def read(self) -> Report:
         """The arrays of the report on the host, in one copy."""
         words = on_host(self.words)
-        found = []
-        end = 0
+        leaves = []
+        start = 0
         for part in self.parts:
-            own = words[end : (end := end + math.prod(part.shape))]
-            own = own != 0 if part.dtype == "bool" else own.view(part.dtype)
-            found.append(own.reshape(part.shape))
-        return jax.tree.unflatten(self.tree, found)
+            end = start + math.prod(part.shape)
+            leaf = words[start:end]
+            leaf = leaf != 0 if part.dtype == "bool" else leaf.view(part.dtype)
+            leaves.append(leaf.reshape(part.shape))
+            start = end
+        return jax.tree.unflatten(self.tree, leaves)
 
 
 def _words(leaf: Array) -> Array:

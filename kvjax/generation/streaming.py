@@ -28,7 +28,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,8 +46,11 @@ from kvjax.generation.loops import (
     PAD,
     ROOM,
     ByLayer,
+    DraftLoop,
     Flat,
     FlatLayers,
+    Loop,
+    LoopInputs,
     check_finite,
     decode_by_layer,
     decode_loop,
@@ -73,6 +76,7 @@ from kvjax.generation.prompt_inputs import (
     stop_array,
     vocabulary_size,
 )
+from kvjax.generation.reports import Packed, Report
 from kvjax.generation.sampling import Draws, Sampling
 from kvjax.generation.text import Detokenizer
 from kvjax.memory import commit_together, on_host, zeros_like
@@ -255,25 +259,25 @@ def _keywords(measure: bool, draft: Draft | None) -> list[str]:
 
 
 def _decode_all(run: Stream, max_new_tokens: int) -> Generation:
-    found = run._advance_all(max_new_tokens, alone=False)
-    tokens = np.full((len(found), max_new_tokens), PAD, np.int32)
-    tokens[:, : found.shape[1]] = found
+    """Advances a run to its end."""
+    emitted = run._advance_all(max_new_tokens, single_steps=False)
+    tokens = np.full((len(emitted), max_new_tokens), PAD, np.int32)
+    tokens[:, : emitted.shape[1]] = emitted
     raise_on_overflow(run.cache)
-    lengths = np.array([len(row) for row in run.rows], np.int32)
-    likely = None
+    log_probabilities = None
     if run.log_probabilities is not None:
-        likely = np.zeros(tokens.shape, np.float32)
-        for row, new in zip(likely, run.log_probabilities, strict=True):
+        log_probabilities = np.zeros(tokens.shape, np.float32)
+        for row, new in zip(log_probabilities, run.log_probabilities, strict=True):
             row[: len(new)] = new
     return Generation(
-        tokens,
-        lengths,
-        run.cache,
-        run.logits,
-        run.attended,
-        run.speculation,
-        run.compile_seconds,
-        likely,
+        tokens=tokens,
+        lengths=np.array([len(row) for row in run.rows], np.int32),
+        cache=run.cache,
+        logits=run.logits,
+        attended=run.attended,
+        speculation=run.speculation,
+        compile_seconds=run.compile_seconds,
+        log_probabilities=log_probabilities,
     )
 
 
@@ -408,6 +412,14 @@ def interrupts_wait() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
+def _runs_by_layer(model: Model, cache: Cache) -> bool:
+    """True if decode steps can run one layer at a time: where prompts do, unless a layer needs
+    what another one selected.
+    """
+    follows = any(layer.policy.follows for layer in cache.layers)
+    return not follows and by_layer(model, cache)
+
+
 def _putting_beside(cache: Cache) -> Callable[[Any], Any]:
     """A function that puts a small argument of a loop where it can stay between calls: on all
     devices of a cache with a placement, on the device of another, committed if its arrays are.
@@ -425,6 +437,26 @@ def _putting_beside(cache: Cache) -> Callable[[Any], Any]:
     if len(devices) > 1:
         return lambda value: value
     return partial(jax.device_put, device=SingleDeviceSharding(next(iter(devices))))
+
+
+class _Progress(NamedTuple):
+    """The progress of a run, as the host knows it after the last call of a loop.
+
+    It is replaced as a whole, so that an exception, such as that of Ctrl-C, leaves the one
+    before it or the one after it.
+    """
+
+    active: np.ndarray  # bool[B] rows that have not ended
+    step: int  # tokens emitted so far
+    left: int  # tokens that may still be emitted
+    lengths: list[int]  # the tokens of each row that are noted in full
+    attended: np.ndarray  # f32[L] mean tokens read; zeros if not measured
+    counted: float  # row steps in that mean
+    draft_counts: np.ndarray  # i64[3] steps of rows, tokens drafted, tokens accepted
+    drafter: Any  # None without a draft
+    processed: tuple[Rules, History] | None  # as in `LoopInputs`
+    # The results of a call since, until all of them are noted: no entry, or one.
+    unread: list[tuple[Loop | DraftLoop, Packed | Report]]
 
 
 class Stream(Iterator[Any]):
@@ -462,35 +494,45 @@ class Stream(Iterator[Any]):
     ) -> None:
         batch = cache.spec.batch
         self.cache, self._logits = commit_together((cache, to_context(logits)))
-        self._attended = np.zeros(len(attending(cache)), np.float32)
-        self._counted = 0.0
         self.rows = [[] for _ in range(batch)]
         self.log_probabilities = [[] for _ in range(batch)] if log_probabilities else None
-        self._noted = [0] * batch  # tokens of each row that are noted in full
         self.compile_seconds = compile_seconds
-        follows = any(
-            layer.policy.follows for layer in cache.layers
-        )  # and would need what another layer selected
-        short = short and drafter is None and not log_probabilities and not follows
-        short = short and by_layer(model, cache)
-        self._model: Any = ByLayer(FlatLayers.of(model)) if short else Flat.of(model)
-        self._processed = processed
-        self._unread: list[Any] = []  # what a loop returned, until the host has read it
-        # arguments of the last call on the host and on the device, by name
+
+        # How all calls run.
+        by_layers = (
+            short and drafter is None and not log_probabilities and _runs_by_layer(model, cache)
+        )
+        self._model: Any = ByLayer(FlatLayers.of(model)) if by_layers else Flat.of(model)
+        self._draws = draws
+        # One row of stop tokens for each row, as an engine has them, which so runs the same
+        # programs.
+        self._stop = np.tile(stop_array(()) if stop is None else stop, (batch, 1))
+        self._measure = measure
+        self._drafts = drafter is not None and drafter.max_tokens > 0
+        # A model that drafts nothing for itself still attends to all tokens.
+        self._exact = drafter is not None and drafter.exact and not self._drafts
+        self._taking_part = np.ones((batch,), bool) if active is None else active
+
+        # How tokens are given out.
+        self._block = min(block, max_new_tokens)
+        self._single_steps = block == 1
+        self._text = text
+
+        # Arguments of the last call on the host and on the device, by name.
         self._put_before: dict[str, tuple[Any, Any]] = {}
         self._put_beside = _putting_beside(self.cache)
-        self._draws = draws
-        # One row of them for each row, as an engine has them, which so runs the same programs.
-        self._stop = np.tile(stop_array(()) if stop is None else stop, (batch, 1))
-        self._left = max_new_tokens
-        self._step = 0
-        self._active: Any = np.ones((batch,), bool) if active is None else active
-        self._taking_part = self._active
-        self._drafter, self._numbers = drafter, np.zeros(3, np.int64)
-        # a model that drafts nothing for itself still attends to all tokens
-        self._exact = drafter is not None and drafter.exact and drafter.max_tokens == 0
-        self._measure, self._block, self._text = measure, min(block, max_new_tokens), text
-        self._alone = block == 1
+        self._now = _Progress(
+            active=self._taking_part,
+            step=0,
+            left=max_new_tokens,
+            lengths=[0] * batch,
+            attended=np.zeros(len(attending(cache)), np.float32),
+            counted=0.0,
+            draft_counts=np.zeros(3, np.int64),
+            drafter=drafter,
+            processed=processed,
+            unread=[],
+        )
 
     @property
     def logits(self) -> Array:
@@ -502,31 +544,38 @@ class Stream(Iterator[Any]):
         """Mean tokens attended per step and kv head, over the steps so far; None if not
         measured: f32[L].
         """
-        return self._attended if self._measure else None
+        return self._now.attended if self._measure else None
 
     @property
     def speculation(self) -> Speculation | None:
         """The acceptance of drafts so far; None without a draft."""
-        if self._drafter is None:
+        drafter = self._now.drafter
+        if drafter is None:
             return None
-        if self._drafter.idle is not None:
-            return Speculation(sum(map(len, self.rows)), 0, 0, idle=self._drafter.idle)
-        steps, drafted, accepted = self._numbers.tolist()
+        if drafter.idle is not None:
+            return Speculation(sum(map(len, self.rows)), 0, 0, idle=drafter.idle)
+        steps, drafted, accepted = self._now.draft_counts.tolist()
         return Speculation(steps, drafted, accepted)
 
     def _call(self, limit: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of `decode_loop`."""
+        """Arguments of `decode_loop`, and its settings."""
         put = (lambda _, value: value) if isinstance(self._model, ByLayer) else self._put
-        state = self._model, self.cache, self._logits, put("active", self._active), self._draws
-        how = {"measure": self._measure}
-        if self._exact:
-            how["exact"] = True
-        if self.log_probabilities is not None:
-            how["log_probabilities"] = True
         rows = (len(self.rows),)
-        first, most = (np.full(rows, n, np.int32) for n in (self._step, limit))
-        asked = first, put("limit", most), put("stop", self._stop)
-        return (*state, *asked, self._processed), how
+        inputs = LoopInputs(
+            draws=self._draws,
+            first=np.full(rows, self._now.step, np.int32),
+            limit=put("limit", np.full(rows, limit, np.int32)),
+            stop=put("stop", self._stop),
+            processed=self._now.processed,
+        )
+        active = put("active", self._now.active)
+        settings = {"measure": self._measure}
+        # Only where they are asked for: `decode_by_layer` and `draft_loop` lack some of them.
+        if self._exact:
+            settings["exact"] = True
+        if self.log_probabilities is not None:
+            settings["log_probabilities"] = True
+        return (self._model, self.cache, self._logits, active, inputs), settings
 
     def _put(self, name: str, value: Any) -> Any:
         """An argument of the loop on the devices, where it stays for further calls that have the
@@ -543,13 +592,13 @@ class Stream(Iterator[Any]):
         calls of any number.
         """
         block = _block_or_any(block)
-        arguments, how = self._call(1)
+        arguments, settings = self._call(1)
         if isinstance(self._model, ByLayer):
-            return programs_by_layer(*arguments, **how)
-        loop = Program(decode_loop, arguments, how)
+            return programs_by_layer(*arguments, **settings)
+        loop = Program(decode_loop, arguments, settings)
         if not without_loop(True):
             return [loop]  # which calls of one token run, too
-        step = Program(decode_loop, arguments, how | without_loop(True))
+        step = Program(decode_loop, arguments, settings | without_loop(True))
         if block is None:
             return [loop, step]
         return [step] if block == 1 else [loop]
@@ -561,104 +610,123 @@ class Stream(Iterator[Any]):
         To go on after Ctrl-C, call it inside of `interrupts_wait`.
         """
         steps = require_int("advance(steps=...)", steps, at_least=0)
-        return self._advance_all(steps, alone=steps == 1)
+        return self._advance_all(steps, single_steps=steps == 1)
 
     @on_auto_axes
-    def _advance_all(self, steps: int, *, alone: bool) -> np.ndarray:
-        """`advance`; with `alone`, each step is a call of its own, and no loop where that pays."""
-        if self._unread:
-            self.cache = self._unread[0][0].cache
+    def _advance_all(self, steps: int, *, single_steps: bool) -> np.ndarray:
+        """`advance`; `single_steps` says that each call is for one token, so that it needs no
+        loop where the host would wait for it.
+        """
+        if self._now.unread:  # an exception came before its results were noted
+            done, _ = self._now.unread[0]
+            self.cache = done.cache
         check_alive("a stream", self.cache)
         blocks = [np.zeros((len(self.rows), 0), np.int32)]
-        while steps > 0 and self._left > 0 and np.any(self._active):
-            blocks.append(self._advance(min(steps, self._left, ROOM), alone))
+        while steps > 0 and self._now.left > 0 and np.any(self._now.active):
+            limit = min(steps, self._now.left, ROOM)
+            blocks.append(self._advance(limit, single_steps=single_steps))
             steps -= blocks[-1].shape[1]
         return np.concatenate(blocks, axis=1)
 
-    def _advance(self, limit: int, alone: bool) -> np.ndarray:
-        """One call of a loop."""
-        arguments, how = self._call(limit)
-        drafted = self._drafter is not None and self._drafter.max_tokens > 0
-        loop: Any = decode_loop
-        if isinstance(self._model, ByLayer):
-            loop = decode_by_layer
-        elif drafted:
-            drafting = self._drafter.with_state(None), self._drafter.state
-            loop = draft_loop
-            arguments = (*arguments[:-1], *drafting, *arguments[-1:])
-        else:
-            how |= without_loop(alone)
-        if not self._unread:
+    def _advance(self, limit: int, *, single_steps: bool) -> np.ndarray:
+        """One call of a loop: its tokens i32[B, n <= limit].
+
+        If an exception comes before the results are noted, the next call does not run the loop
+        again, and notes these.
+        """
+        if not self._now.unread:
             with compile_clock() as clock:
-                self._unread.append(loop(*arguments, **how))
+                self._now.unread.append(self._run_loop(limit, single_steps=single_steps))
             self.compile_seconds += clock.seconds
-        done, report = self._unread[0]
+        done, packed = self._now.unread[0]
         self.cache = done.cache
         self._logits = done.logits
-        told = report.read()
-        size = int(np.max(told.count))
-        bad_before, bad_after = told.bad
-        if self._step == 0:
-            check_finite(self._taking_part & bad_before, "before the first token")
-        check_finite(self._taking_part & bad_after, f"by new token {self._step + size}")
+        report = packed.read()
+        self._check_finite(report)
+        return self._note(done, report)
 
-        # After an exception all of it is done again, up to the last line, which notes it as a
-        # whole.
-        tokens = told.tokens[:, :size]
-        new_rows = [new[new != PAD].tolist() for new in tokens]
-        for row, start, new in zip(self.rows, self._noted, new_rows, strict=True):
+    def _run_loop(
+        self, limit: int, *, single_steps: bool
+    ) -> tuple[Loop | DraftLoop, Packed | Report]:
+        """Asks the device for up to `limit` tokens."""
+        arguments, settings = self._call(limit)
+        if isinstance(self._model, ByLayer):
+            return decode_by_layer(*arguments, **settings)
+        if self._drafts:
+            drafter = self._now.drafter
+            return draft_loop(*arguments, drafter.with_state(None), drafter.state, **settings)
+        return decode_loop(*arguments, **settings, **without_loop(single_steps))
+
+    def _check_finite(self, report: Report) -> None:
+        """Raises RuntimeError if a row that takes part has no best logit."""
+        bad_before, bad_after = report.bad
+        if self._now.step == 0:
+            check_finite(self._taking_part & bad_before, "before the first token")
+        last = self._now.step + int(np.max(report.count))
+        check_finite(self._taking_part & bad_after, f"by new token {last}")
+
+    def _note(self, done: Loop | DraftLoop, report: Report) -> np.ndarray:
+        """Notes the results of a call, and returns its tokens. It may be called again after an
+        exception: it counts only once, by its last assignment.
+        """
+        before = self._now
+        size = int(np.max(report.count))
+        tokens = report.tokens[:, :size]
+        new_rows = [row[row != PAD].tolist() for row in tokens]
+        for row, start, new in zip(self.rows, before.lengths, new_rows, strict=True):
             row[start:] = new
         if self.log_probabilities is not None:
-            for known, start, found, own in zip(
-                self.log_probabilities,
-                self._noted,
-                told.log_probabilities[:, :size],
-                tokens,
-                strict=True,
-            ):
-                known[start:] = found[own != PAD].tolist()
-        steps = float(told.counted)
-        after = {
-            "_unread": [],
-            "_noted": [len(row) for row in self.rows],
-            "_active": told.active,
-            "_step": self._step + size,
-            "_left": self._left - size,
-            "_numbers": self._numbers + told.numbers,
-            "_counted": self._counted + steps,
-            "_attended": self._mean_attended(told.attended, steps),
-        }
-        if drafted:
-            after["_drafter"] = self._drafter.with_state(done.state)
-        if self._processed is not None:
-            rules, history = self._processed
-            after["_processed"] = (rules, history.with_rows(new_rows))
-        self.__dict__.update(after)
+            found = report.log_probabilities[:, :size]
+            for i, row_so_far in enumerate(self.log_probabilities):
+                row_so_far[before.lengths[i] :] = found[i][tokens[i] != PAD].tolist()
+
+        drafter = before.drafter
+        if isinstance(done, DraftLoop):
+            drafter = drafter.with_state(done.state)
+        processed = before.processed
+        if processed is not None:
+            rules, history = processed
+            processed = (rules, history.with_rows(new_rows))
+        steps = float(report.counted)
+        self._now = _Progress(
+            active=report.active,
+            step=before.step + size,
+            left=before.left - size,
+            lengths=[len(row) for row in self.rows],
+            attended=self._mean_attended(report.attended, steps),
+            counted=before.counted + steps,
+            draft_counts=before.draft_counts + report.draft_counts,
+            drafter=drafter,
+            processed=processed,
+            unread=[],
+        )
         return tokens
 
     def _mean_attended(self, attended: np.ndarray, steps: float) -> np.ndarray:
         """The mean number of tokens f32[L] that a step attended to, by layer, after `steps` more
         steps of rows, whose mean is `attended`.
         """
+        before = self._now
         if not self._measure or not steps:
-            return self._attended
-        share = np.float32(steps / (self._counted + steps))
-        return self._attended + (attended - self._attended) * share
+            return before.attended
+        share = np.float32(steps / (before.counted + steps))
+        return before.attended + (attended - before.attended) * share
 
     def __next__(self) -> Any:
         while True:
-            tokens = self._advance_all(self._block, alone=self._alone)
+            tokens = self._advance_all(self._block, single_steps=self._single_steps)
+            ended = tokens.shape[1] == 0
             if self._text is None:
-                if tokens.shape[1] == 0:
+                if ended:
                     raise StopIteration
                 return tokens
             piece = self._text.push(tokens[0][tokens[0] != PAD].tolist())
-            if tokens.shape[1] == 0:
+            if ended:
                 piece += self._text.finish()
-                if not piece:
-                    raise StopIteration
             if piece:
                 return piece
+            if ended:
+                raise StopIteration
 
 
 @on_auto_axes
@@ -727,7 +795,7 @@ def warm_up(
         _, *others = run.programs()  # the first compiles as it runs
         for program in others:
             program.compile()
-    run._advance_all(1, alone=block == 1)
+    run._advance_all(1, single_steps=block == 1)
     jax.block_until_ready(run.logits)
 
 

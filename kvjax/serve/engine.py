@@ -49,7 +49,7 @@ from kvjax.cache.cache import Cache, init
 from kvjax.generation import drafts, prefilling
 from kvjax.generation.callables import as_model
 from kvjax.generation.drafts import Drafter, SelfDraft, Speculation
-from kvjax.generation.loops import PAD, ROOM, Flat, FlatLayers
+from kvjax.generation.loops import PAD, ROOM, Flat, FlatLayers, LoopInputs
 from kvjax.generation.processors import Processors, check_processors
 from kvjax.generation.prompt_inputs import (
     check_devices,
@@ -372,7 +372,7 @@ class Engine:
         self._new_tokens = 0
         self._steps = 0
         self._used = 0  # tokens drawn in all slots
-        self._drafted = np.zeros(3, int)  # the numbers of `Speculation`
+        self._drafted = np.zeros(3, int)  # the sum of `Report.draft_counts`
 
     # ------------------------------------------------------------------ requests
 
@@ -922,8 +922,8 @@ class Engine:
         for slot, request in rows:
             first[slot] = request.asked
             stops[slot, : len(request.stop)] = request.stop
-        asked = draws, first, limit, stops, self._rules(rows)
-        return self._slots.decode(self._model, *asked, alone=self.block == 1)
+        inputs = LoopInputs(draws, first, limit, stops, self._rules(rows))
+        return self._slots.decode(self._model, inputs, single_tokens=self.block == 1)
 
     def _rules(self, rows: Sequence[tuple[int, Request]]) -> Any:
         """The rules that change logits, and the tokens of all slots that they count; None if
@@ -958,7 +958,7 @@ class Engine:
             self._blocks.popleft()
             with self._lock:
                 self._steps += int(np.max(seen.count))
-                self._drafted += seen.numbers
+                self._drafted += seen.draft_counts
                 likely = seen.log_probabilities
                 for slot, request in block.rows:
                     own = None if likely is None else likely[slot]

@@ -22,9 +22,8 @@ from kvjax.cache.cache import Cache, LayerCache, init_layer, with_states
 from kvjax.cache.editing import insert, take_rows, truncate
 from kvjax.generation import prefilling
 from kvjax.generation.drafts import Drafter, Speculation
-from kvjax.generation.loops import PAD, decode_loop, draft_loop, without_loop
+from kvjax.generation.loops import PAD, LoopInputs, decode_loop, draft_loop, without_loop
 from kvjax.generation.reports import Packed
-from kvjax.generation.sampling import Draws
 from kvjax.memory import commit_together, has_host_memory, in_host_memory, on_host
 from kvjax.policies import Recurrent
 from kvjax.policies.per_row import PerRow, PerRowState
@@ -111,11 +110,11 @@ class Slots:
             self._drafter = committed(commit_together((self.cache, drafter))[1])
         self._log_probabilities = log_probabilities
 
-    def speculation(self, numbers: np.ndarray) -> Speculation | None:
-        """The acceptance of drafts by the sum of `Report.numbers`; None without drafts."""
+    def speculation(self, draft_counts: np.ndarray) -> Speculation | None:
+        """The acceptance of drafts by the sum of `Report.draft_counts`; None without drafts."""
         if self._drafter is None:
             return None
-        steps, drafted, accepted = numbers.tolist()
+        steps, drafted, accepted = draft_counts.tolist()
         return Speculation(steps, drafted, accepted, idle=self._drafter.idle)
 
     def at(self, slot: int) -> Slot:
@@ -130,44 +129,49 @@ class Slots:
         """Puts a row and its logits into a slot, which then draws tokens."""
         if self.logits is None:
             self._make_logits(logits)
-        state = self.cache, self.logits, self._active, row, logits, self.at(slot)
         self.cache, self.logits, self._active = _put(
-            *state, self._prefix(start), store=start.store
+            self.cache,
+            self.logits,
+            self._active,
+            row,
+            logits,
+            self.at(slot),
+            self._prefix(start),
+            store=start.store,
         )
 
     def clear(self, slots: Sequence[int], kind: RowKind) -> None:
         """Empties slots, so that nothing attends to what is in them."""
-        for slot in slots if self.logits is not None else ():
-            state = self.cache, self.logits, self._active, self.at(slot)
+        if self.logits is None:  # nothing was put into them yet
+            return
+        for slot in slots:
             self.cache, self.logits, self._active = _clear(
-                kind, *state, self._prefix(SharedStart())
+                kind,
+                self.cache,
+                self.logits,
+                self._active,
+                self.at(slot),
+                self._prefix(SharedStart()),
             )
 
-    def decode(
-        self,
-        model: Any,
-        draws: Draws | None,
-        first: np.ndarray,
-        limit: np.ndarray,
-        stops: np.ndarray,
-        rules: Any,
-        *,
-        alone: bool = False,
-    ) -> Packed:
-        """Draws up to `limit` tokens i32[slots] in each slot; with `alone` no more than one."""
+    def decode(self, model: Any, inputs: LoopInputs, *, single_tokens: bool = False) -> Packed:
+        """Draws up to `inputs.limit` tokens in each slot, which all calls of an engine with
+        `single_tokens` limit to one.
+        """
         state = self.cache, self.logits, self._active
-        asked = draws, first, limit, stops
-        how = {"measure": False}
+        settings = {"measure": False}
         if self._log_probabilities:
-            how["log_probabilities"] = True
+            settings["log_probabilities"] = True
         drafter = self._drafter
-        if drafter is None or drafter.idle is not None:
-            exact = {} if drafter is None else {"exact": True}
-            how |= exact | without_loop(alone)
-            done, report = _run_loop(model, *state, *asked, rules, **how)
+        if drafter is None:
+            settings |= without_loop(single_tokens)
+            done, report = _run_loop(model, *state, inputs, **settings)
+        elif drafter.idle is not None:  # still the text of attention to all tokens
+            settings |= {"exact": True} | without_loop(single_tokens)
+            done, report = _run_loop(model, *state, inputs, **settings)
         else:
             drafting = drafter.with_state(None), drafter.state
-            done, report = _run_drafts(model, *state, *asked, *drafting, rules, **how)
+            done, report = _run_drafts(model, *state, inputs, *drafting, **settings)
             self._drafter = drafter.with_state(done.state)
         self.cache = done.cache
         # Where they were before, or the next call would be another program.
@@ -179,6 +183,7 @@ class Slots:
         return np.full((self.count, STOPS), PAD, np.int32)
 
     def _prefix(self, start: SharedStart) -> Any:
+        """Arguments of `assign_slot` for a row that begins so; None where rows share nothing."""
         return (np.int32(start.prefix), np.int32(start.tokens)) if self._shares else None
 
     def _make_logits(self, like: Array) -> None:

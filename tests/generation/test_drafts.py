@@ -103,7 +103,7 @@ def test_a_drafting_cache_holds_what_was_accepted(model: Decoder, leave: int) ->
     for _ in run:
         pass
     assert run.rows == generate(model, kvjax.Full()).rows
-    drafter = run._drafter
+    drafter = run._now.drafter
     np.testing.assert_array_equal(drafter.cache.length, drafter.length)
     kvjax.raise_on_overflow(drafter.cache)
 

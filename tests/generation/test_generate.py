@@ -26,7 +26,7 @@ from kvjax.generation import (
     warm_up,
 )
 from kvjax.generation import prefilling as reading
-from kvjax.generation.loops import PAD, decode_loop
+from kvjax.generation.loops import PAD, LoopInputs, decode_loop
 from kvjax.generation.processors import Processors
 from kvjax.generation.prompt_inputs import check_fit, pad_prompt
 from kvjax.generation.sampling import sampling
@@ -503,8 +503,8 @@ def test_the_loop_needs_no_more_memory_than_a_step(model):
     cache = new_cache(capacity=8192)
     step = decode_step.lower(model, cache, jnp.zeros(1, jnp.int32)).compile().memory_analysis()
     loop = decode_loop.lower(
-        model, cache, jnp.zeros((1, VOCAB)), jnp.ones(1, bool), None,
-        jnp.int32(0), jnp.int32(1), jnp.zeros(8, jnp.int32), measure=False,
+        model, cache, jnp.zeros((1, VOCAB)), jnp.ones(1, bool),
+        LoopInputs(None, jnp.int32(0), jnp.int32(1), jnp.zeros(8, jnp.int32)), measure=False,
     ).compile().memory_analysis()  # fmt: skip
     assert (
         loop.alias_size_in_bytes >= kvjax.memory.nbytes(cache).device
@@ -745,7 +745,7 @@ def test_an_interrupt_leaves_a_stream_usable(model):
     )  # in the background of a shell it is ignored
     signal.setitimer(signal.ITIMER_REAL, 0.01, 0.0037)
     try:
-        while again._left:
+        while again._now.left:
             try:
                 armed[0] = True
                 with interrupts_wait():

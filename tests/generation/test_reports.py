@@ -17,7 +17,7 @@ def test_a_report_is_read_as_it_was_packed(with_probabilities):
         bad=jnp.array([[False, True], [True, True]]),
         attended=jnp.array([np.nan, -0.0, 1e-45, np.inf], jnp.float32),
         counted=jnp.float32(7.5),
-        numbers=np.arange(3, dtype=np.int32),
+        draft_counts=np.arange(3, dtype=np.int32),
         log_probabilities=-jnp.ones((2, 2)) / 3 if with_probabilities else None,
     )
     packed = jax.jit(Packed.of)(report)
