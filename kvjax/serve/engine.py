@@ -793,7 +793,7 @@ class Engine:
     def _others(self, prompt: Prompt) -> Iterator[Request]:
         """The requests with which a prompt may share its beginning."""
         yield from (request for _, request in self._running())
-        for other in self._scheduler.prompts(2 * self.slots):
+        for other in self._scheduler.next_prompts(2 * self.slots):
             if other is not prompt:
                 first: Any = other.requests[0]
                 yield first

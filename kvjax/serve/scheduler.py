@@ -11,10 +11,11 @@ the device has done it; `put_back` lets it wait again.
 How prompts share the time of the device:
 
 - One step reads at most `prompt_tokens` tokens, or one chunk if that is more.
-- The prompt that has waited longest gets the first row to read into as soon as that is free.
-- Others may overtake it while slots are free: the shortest that waits begins beside those that
-  are read if it is at most half as long as what each of them has left. So up to `readers`
-  prompts, each much shorter than the one before, are read at once.
+- Prompts are read into up to `readers` rows beside the slots. The *first row* is for prompts in
+  the order in which they came: the one that has waited longest gets it as soon as it is free.
+- The other rows are for short prompts, which may overtake it while slots are free: the shortest
+  that waits begins if it is at most half as long as what each prompt that is read has left.
+  So up to `readers` prompts, each much shorter than the one before, are read at once.
 - Chunks go by turns to the prompt with the least left and to the one in the first row. So a
   short prompt waits for a few chunks of a long one and not for all of it, and a long one gets
   every other chunk however many short ones come.
@@ -98,14 +99,15 @@ class Assign:
     prompt: Prompt
     request: Scheduled
     slot: int
-    before: Scheduled | None  # whose row the slot still holds, if nobody has looked at it
+    # Whose row the slot still holds, if `Scheduler.take_vacated` has not returned it yet.
+    before: Scheduled | None
 
 
 Work = Begin | Read | Park | Assign
 
 
 class Queue:
-    """Prompts that wait for slots of one size, by arrival and by length."""
+    """Prompts that wait for slots of one capacity, by arrival and by length."""
 
     def __init__(self) -> None:
         self._by_arrival = OrderedDict[Prompt, None]()
@@ -120,7 +122,7 @@ class Queue:
     def add(self, prompt: Prompt) -> None:
         newest = next(reversed(self._by_arrival), None)
         self._by_arrival[prompt] = None
-        # One that is put back came before others that are here.
+        # A prompt that is put back came before others that are here.
         if newest is not None and newest.arrival > prompt.arrival:
             self._by_arrival = OrderedDict.fromkeys(sorted(self._by_arrival, key=_arrival))
         heapq.heappush(self._by_length, (prompt.tokens, prompt.arrival, prompt))
@@ -148,7 +150,8 @@ class Scheduler:
 
     A step calls `begin_step`, then `leave` for requests whose tokens are all asked for, then
     `schedule` until that returns None. Each `Begin` is answered, before the next `schedule`, by
-    `begin`, by `put_back`, or by the `end` of its requests.
+    `begin`, by `put_back`, or by the `end` of its requests. After a step, `take_vacated` and
+    `take_finished` say which slots and which prompts have rows that nobody needs any more.
 
     Args:
       capacities: of each slot, in tokens; `LONGEST` where all are alike. Then a prompt is also
@@ -178,7 +181,8 @@ class Scheduler:
         self.reading = list[Prompt]()
         self.parked = list[Prompt]()
         self.finished = list[Prompt]()  # those whose row nobody needs any more
-        self._waiting = {size: Queue() for size in sorted(set(self.capacities))}
+        # By capacity of a slot, the prompts that need that capacity.
+        self._waiting = {capacity: Queue() for capacity in sorted(set(self.capacities))}
         self._prompt_of = dict[Scheduled, Prompt]()  # of requests without a slot
         self._arrivals = itertools.count()
         # The prompt in the first row, which was the oldest when that row was free.
@@ -188,7 +192,7 @@ class Scheduler:
         self._admits = True  # no prompt was refused a slot in this step
         self._admit = admit
 
-    # ------------------------------------------------------------------ what callers tell
+    # ------------------------------------------------------------------ what happened
 
     def add(self, requests: Sequence[Scheduled], *, tokens: int, size: int) -> Prompt:
         """Queues requests for answers to one prompt."""
@@ -204,8 +208,8 @@ class Scheduler:
         prompt.chunks = deque(chunks)
 
     def put_back(self, prompt: Prompt) -> None:
-        """Lets a prompt wait again, since there is no row for it beside the others. From then
-        on no more than those are read at once.
+        """Lets a prompt wait again, since there is no memory for a row beside the others. From
+        then on `readers` is the number of those others.
         """
         if prompt not in self.reading:  # all of its requests have ended meanwhile
             return
@@ -252,32 +256,36 @@ class Scheduler:
         self._budget = self.prompt_tokens
         self._admits = True
 
-    # ------------------------------------------------------------------ what they ask
+    # ------------------------------------------------------------------ what to do
 
     def schedule(self) -> Work | None:
         """The next piece of work of this step; None when it is time to decode."""
         # Prompts that are read take the free slots, the oldest first. If one is refused, those
         # after it wait, too.
-        for prompt in self._without_slot():
+        for prompt in self._read_without_slot():
             slot = self._smallest_free(prompt.size)
-            if slot is not None and self._admits:
-                self._admits = self._admit(prompt)
-                if self._admits:
-                    return self._assign_slot(prompt, slot)
+            if slot is None or not self._admits:
+                continue
+            self._admits = self._admit(prompt)
+            if self._admits:
+                return self._assign_slot(prompt, slot)
         if self._budget <= 0:
             return None
 
-        # One that got none makes room for the next to be read.
+        # A prompt in the first row that got no slot makes room for the next one.
         first = self._in_first_row
         if first is not None and first.is_read and len(self.parked) < self.park:
             return self._park(first)
 
-        # A prompt begins if there is a row to read it into; then one of those gets a chunk.
+        # A prompt begins if there is a row to read it into; then one of those that have begun
+        # gets a chunk.
         waiting = self._next_to_begin()
         if waiting is not None:
             return self._begin(waiting)
         unread = self._next_to_read()
         return None if unread is None else self._read_chunk(unread)
+
+    # ------------------------------------------------------------------ how it stands
 
     def slot_of(self, request: Scheduled) -> int | None:
         return self.running.index(request) if request in self.running else None
@@ -300,19 +308,23 @@ class Scheduler:
         return not self.waiting and not any(one is not None for one in self.running)
 
     def requests(self) -> list[Scheduled]:
-        """All that wait, are read or run."""
+        """All requests but those that are done."""
         return [*(one for one in self.running if one is not None), *self._prompt_of]
 
-    def prompts(self, most: int) -> Iterator[Prompt]:
-        """Those that are read, and the `most` next ones of each queue."""
+    def next_prompts(self, waiting: int) -> Iterator[Prompt]:
+        """The prompts that get slots next: those that are read, and of each queue the `waiting`
+        oldest.
+        """
         yield from self.parked
         yield from self.reading
         for queue in self._waiting.values():
-            yield from itertools.islice(queue, most)
+            yield from itertools.islice(queue, waiting)
 
-    # ------------------------------------------------------------------ steps of a life
+    # ------------------------------------------------------------------ from stage to stage
 
     def _begin(self, prompt: Prompt) -> Begin:
+        if self._in_first_row is None:
+            self._in_first_row = prompt
         self._queue_of(prompt).remove(prompt)
         self.reading.append(prompt)
         for request in prompt.without_slot:
@@ -356,51 +368,43 @@ class Scheduler:
 
     # ------------------------------------------------------------------ choices
 
-    def _without_slot(self) -> list[Prompt]:
+    def _read_without_slot(self) -> list[Prompt]:
         """Prompts that are read and wait for a slot, the oldest first."""
-        both = [*self.parked, *(prompt for prompt in self.reading if prompt.is_read)]
-        return sorted(both, key=_arrival)
+        read = [prompt for prompt in self.reading if prompt.is_read]
+        return sorted([*self.parked, *read], key=_arrival)
 
     def _next_to_begin(self) -> Prompt | None:
-        """The next prompt to read, if there is a row to read it into. The oldest takes the
-        first row, if that is free.
+        """The next prompt to read, if there is a row to read it into: the oldest if the first
+        row is free or waits for a slot of its own size, else a short one.
         """
         if len(self.reading) >= self.readers:
             return None
-        if self._in_first_row is None:
-            self._in_first_row = self._oldest_waiting()
-            if self._in_first_row is not None:
-                return self._in_first_row
         unread = [prompt for prompt in self.reading if not prompt.is_read]
-        if not unread:  # the first row waits for a slot of its own size
-            return self._oldest_waiting() if self.reading else None
+        if self._in_first_row is None or not unread:
+            return self._oldest_waiting()
         most = min(prompt.left for prompt in unread) // 2
         return self._shortest_waiting(most)
 
     def _oldest_waiting(self) -> Prompt | None:
-        """The prompt that has waited longest; where slots differ, of those for which one is
-        free, without the slots for which others have waited longer.
+        """The prompt that has waited longest of those for which a slot is free. Where all slots
+        are alike, the first row is also read into ahead of a free one.
         """
         oldest = [queue.oldest for queue in self._waiting.values()]
-        free = self._free_capacities()
         for prompt in sorted((one for one in oldest if one is not None), key=_arrival):
-            # Where all slots are alike, the first row is read into ahead of a free one.
-            ahead = self._in_first_row is None and self._queue_size(prompt) == LONGEST
-            if ahead or any(capacity >= prompt.size for capacity in free):
+            ahead = self._in_first_row is None and self._slot_capacity(prompt) == LONGEST
+            if ahead or self._smallest_free(prompt.size) is not None:
                 return prompt
-            # Slots of its size or more are for this prompt when they are free.
-            free = [capacity for capacity in free if capacity < self._queue_size(prompt)]
         return None
 
     def _shortest_waiting(self, most: int) -> Prompt | None:
         """The shortest prompt of at most `most` tokens for which a slot is free, also when the
         others beside the first row have got theirs.
         """
-        taken = sum(prompt is not self._in_first_row for prompt in self.reading)
+        others = sum(prompt is not self._in_first_row for prompt in self.reading)
         shortest = [queue.shortest for queue in self._waiting.values()]
         for prompt in sorted((one for one in shortest if one is not None), key=_tokens):
-            fitting = [size for size in self._free_capacities() if size >= prompt.size]
-            if prompt.tokens <= most and len(fitting) > taken:
+            fitting = sum(capacity >= prompt.size for capacity in self._free_capacities())
+            if prompt.tokens <= most and fitting > others:
                 return prompt
         return None
 
@@ -430,12 +434,12 @@ class Scheduler:
         ]
         return min(fitting, key=self.capacities.__getitem__, default=None)
 
-    def _queue_size(self, prompt: Prompt) -> int:
+    def _slot_capacity(self, prompt: Prompt) -> int:
         """The least capacity of a slot that has room for a prompt's requests."""
-        return next(size for size in self._waiting if size >= prompt.size)
+        return next(capacity for capacity in self._waiting if capacity >= prompt.size)
 
     def _queue_of(self, prompt: Prompt) -> Queue:
-        return self._waiting[self._queue_size(prompt)]
+        return self._waiting[self._slot_capacity(prompt)]
 
 
 def _arrival(prompt: Prompt) -> int:

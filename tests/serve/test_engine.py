@@ -512,7 +512,7 @@ def test_a_prompt_is_compared_with_few_of_those_that_wait(model):
     engine = kvjax.Engine(model, new_cache(2))
     for _ in range(9):
         engine.submit([3, 4], max_new_tokens=2)
-    first, *_ = engine._scheduler.prompts(1)
+    first, *_ = engine._scheduler.next_prompts(1)
     assert len(list(engine._others(first))) == 2 * engine.slots - 1
 
 
