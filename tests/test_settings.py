@@ -257,15 +257,16 @@ CHANGES = {
     "KeptRow",
     "Places",
     "Prompt",
+    "PromptRow",
     "Reading",
     "Request",
     "Rows",
     "SharedPrefixes",
     "_Block",
     "_Copy",
+    "_Counts",
     "_Leaving",
     "_Node",
-    "_Reading",
     "_Request",
 }
 

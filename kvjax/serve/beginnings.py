@@ -160,12 +160,12 @@ class KeptRow:
     cache: Any  # of one row, of a capacity with room for these tokens
     nbytes: int
     used: int = 0  # when it was last used
-    homes: Any = None  # the shardings that a row in host memory had
+    device_shardings: Any = None  # that the row had, while it is in host memory
     dropped: bool = False
 
     @property
     def in_host(self) -> bool:
-        return self.homes is not None
+        return self.device_shardings is not None
 
 
 @dataclass(eq=False)
@@ -372,7 +372,7 @@ class KeptRows:
     def drop(self, row: KeptRow) -> None:
         """Forgets a row, which holds what no other may begin with."""
         if not row.dropped:
-            self._drop(row, in_tree=self._at(row))
+            self._drop(row, in_tree=self._is_found(row))
 
     @property
     def count(self) -> int:
@@ -425,13 +425,13 @@ class KeptRows:
             return False
         while self.host_nbytes + row.nbytes > self.host_limit:
             self.drop(min((one for one in self._rows if one.in_host), key=_last_use))
-        hosted, homes = in_host(row.cache)
+        hosted, device_shardings = in_host(row.cache)
         with self._lock:
             row.cache = hosted
-            row.homes = homes
+            row.device_shardings = device_shardings
         return row.in_host
 
-    def _at(self, row: KeptRow) -> bool:
+    def _is_found(self, row: KeptRow) -> bool:
         """True if prompts find this row."""
         with self._lock:
             found = self._tree.longest(row.tokens, whole=True)
@@ -466,6 +466,6 @@ def capacities_of(most: int) -> list[int]:
     return [*sizes, most]
 
 
-def at_home(row: KeptRow) -> Cache:
-    """The cache of a row, on the device."""
-    return row.cache if row.homes is None else jax.device_put(row.cache, row.homes)
+def on_device(row: KeptRow) -> Cache:
+    """The cache of a row, on the device; a copy if the row is in host memory."""
+    return jax.device_put(row.cache, row.device_shardings) if row.in_host else row.cache

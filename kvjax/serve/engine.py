@@ -3,7 +3,14 @@ others, and leaves.
 
 An `Engine` has a cache of `slots` rows. A step reads chunks of prompts into rows beside them,
 puts rows that are read into free slots, and then decodes a block of tokens in all slots by one
-call of `decode_loop`. `scheduler` decides which prompt and which slot, `slots` has the arrays.
+call of `decode_loop`. Its parts:
+
+    scheduler    which prompt is read next, and which request gets which slot; no arrays
+    reading      rows beside the slots, into which prompts are read
+    slots        the cache, and the programs that change it
+    keeping      rows that stay after their requests, for prompts that begin like them
+    beginnings   which rows share a stored prefix, and which kept row a prompt begins like
+
 Limits, stop tokens, settings of sampling and the counter of draws are a request's own, so **its
 tokens are those that it gets alone**, whatever comes, goes or fails beside it. A slot that is
 free holds an empty row, which costs nothing to attend to. After `warm_up` no program is
@@ -14,8 +21,9 @@ the block before. The slot of a request that reaches its limit is filled at once
 known. One that draws a stop token is idle until the host has seen it, which is one block later.
 
 Two locks: one thread at a time steps and changes arrays, in the order in which threads ask
-(`_Turns`). The books, which are the queues and counts, have a lock of their own, which no
-thread holds while the device works. So `submit`, `cancel` and `stats` wait for no prompt.
+(`_Turns`). The books, which are the queues, the requests and the counts, have a lock of their
+own, which no thread holds while the device works. So `submit`, `cancel` and `stats` wait for no
+prompt.
 
 A prompt is read once for all answers to it. One that begins like a row that is running starts
 from a copy of that row's first tokens, in whole chunks, if the policies can be truncated. With
@@ -31,25 +39,24 @@ they with `small_slots`, in which a row has other parts.
 from __future__ import annotations
 
 import dataclasses
-import os
+import operator
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kvjax import presets
-from kvjax.cache.cache import Cache, init
+from kvjax.cache.cache import Cache
 from kvjax.generation import drafts, prefilling
 from kvjax.generation.callables import as_model
 from kvjax.generation.drafts import Drafter, SelfDraft, Speculation
-from kvjax.generation.loops import PAD, ROOM, Flat, FlatLayers, LoopInputs
+from kvjax.generation.loops import PAD, ROOM, Flat, LoopInputs
 from kvjax.generation.processors import Processors, check_processors
 from kvjax.generation.prompt_inputs import (
     check_devices,
@@ -60,18 +67,12 @@ from kvjax.generation.prompt_inputs import (
 )
 from kvjax.generation.reports import Packed
 from kvjax.generation.sampling import Draws, Sampling, rows_of_draws, stack_draws
-from kvjax.generation.staging import (
-    needs_staging,
-    room_for,
-    rooms,
-    settled,
-    staged,
-    without_room,
-)
-from kvjax.memory import in_units, making_on, nbytes, on_host, places_of
+from kvjax.memory import making_on, on_host, places_of
 from kvjax.serve.beginnings import SharedPrefixes, same_tokens
+from kvjax.serve.caches import allocated, cache_of_checkpoint, cache_of_model
 from kvjax.serve.keeping import Keeper, is_out_of_memory
 from kvjax.serve.prefixes import prefixed_like
+from kvjax.serve.reading import PromptReader
 from kvjax.serve.requests import (
     NOT_FINITE,
     EngineBusy,
@@ -81,7 +82,7 @@ from kvjax.serve.requests import (
     stop_ids,
     token_ids,
 )
-from kvjax.serve.scheduler import LONGEST, Assign, Begin, Park, Prompt, Read, Scheduler, Work
+from kvjax.serve.scheduler import Assign, Begin, Park, Prompt, Read, Scheduler, Work
 from kvjax.serve.slots import (
     RowKind,
     Rows,
@@ -90,11 +91,8 @@ from kvjax.serve.slots import (
     all_finite,
     can_truncate,
     capacities,
-    committed,
     first_tokens,
-    in_host,
     long_rows,
-    read_chunk,
     splits_rows,
     whole_row,
     with_small_slots,
@@ -102,9 +100,7 @@ from kvjax.serve.slots import (
 from kvjax.spec import require_int
 from kvjax.validation import check_alive, check_flags, short_repr
 
-T = TypeVar("T")
 INTERRUPTED = "a step was interrupted while it changed the arrays of the engine"
-IN_FLIGHT = 2  # chunks that the device may be behind; more would only make others wait
 
 
 @dataclasses.dataclass
@@ -115,22 +111,32 @@ class _Block:
     decoded: Packed
 
 
-@dataclasses.dataclass
-class _Reading:
-    """The row into which a prompt is read."""
-
-    row: Cache
-    tokens: int  # that are stored
-    logits: Any = None
-    homes: Any = None  # the shardings of row and logits that are parked in host memory
-
-
 @dataclasses.dataclass(eq=False)
 class _Copy:
-    """A copy of a row, for which a thread waits beside one that steps."""
+    """A copy of the row of a request, which `Engine.row` asks for.
+
+    While the thread that asks waits for its turn, a step of another thread makes the copy before
+    it asks for its block (`_make_copies`), so that the copy has to wait for no further work of
+    the device. The next step drops it if nobody has taken it: it then lacks tokens that are
+    known.
+    """
 
     request: Request
-    row: Cache | None = None  # as it was before the block that the last step asked for
+    row: Cache | None = None
+
+
+@dataclasses.dataclass
+class _Counts:
+    """Counts of an engine since it was made."""
+
+    prompt_tokens: int = 0  # that were read
+    copied_tokens: int = 0  # of prompts, copied from a row that runs or was kept
+    new_tokens: int = 0  # that requests have got
+    drawn_tokens: int = 0  # in all slots, those after the end of a request too
+    steps: int = 0  # decode steps of the batch
+    draft_counts: np.ndarray = dataclasses.field(
+        default_factory=lambda: np.zeros(3, int)
+    )  # i64[3], the sum of `Report.draft_counts`
 
 
 class _Turns:
@@ -245,91 +251,80 @@ class Engine:
         self.tokenizer: Any = None
         self._checkpoint: Any = None
         if hasattr(model, "init_cache") and hasattr(model, "encode"):
-            self.tokenizer, self._checkpoint = model.tokenizer, model
-            cache = _cache_of(model, cache, slots, capacity)
+            self.tokenizer = model.tokenizer
+            self._checkpoint = model
+            cache = cache_of_checkpoint(model, cache, slots, capacity)
             processors = model.processors if processors is None else processors
             model = model.model
         elif slots is not None or capacity is not None:
-            cache = _cache_of_model(model, cache, slots, capacity)
+            cache = cache_of_model(model, cache, slots, capacity)
         check_alive("Engine", cache)
         check_model_cache(model, cache)
         check_devices(model, cache)
         cache = prefilling.with_model(model, cache)
         self._places = places_of(cache)
-        model = as_model(model)
+        self._model = as_model(model)
+        self._flat_model: Any = Flat.of(self._model)  # for decode steps
         if np.any(on_host(cache.length)):
             raise ValueError(
                 "Engine takes an empty cache, whose rows are its slots; this one holds tokens"
             )
+
+        # Limits.
         self.block = min(require_int("block", block, at_least=1), ROOM)
-        self.chunk = LONGEST if chunk is None else require_int("chunk", chunk, at_least=2)
-        most = (1 if chunk is None else chunk) if prompt_tokens is None else prompt_tokens
-        self.prompt_tokens = require_int("prompt_tokens", most, at_least=1)
+        if chunk is not None:
+            chunk = require_int("chunk", chunk, at_least=2)
+        if prompt_tokens is None:  # one chunk, also if that is a whole prompt
+            prompt_tokens = 1 if chunk is None else chunk
+        self.prompt_tokens = require_int("prompt_tokens", prompt_tokens, at_least=1)
         self.max_waiting = require_int("max_waiting", max_waiting, at_least=1)
         self.readers = require_int("readers", readers, at_least=1)
         park = require_int("park", park, at_least=0)
+        prefixes = require_int("prefixes", prefixes, at_least=0)
 
-        # The cache of the slots, and the kind of the rows into which prompts are read.
-        rows = cache
-        self._shared: SharedPrefixes | None = None
-        if require_int("prefixes", prefixes, at_least=0):
-            tokens = require_int("prefix_tokens", prefix_tokens, at_least=1)
-            what = f"prefixes={prefixes} of prefix_tokens={tokens}"
-            plain = cache
-            rows = long_rows(cache, tokens)
+        # The cache whose rows are the slots, and one like the rows into which prompts are read.
+        row_like = cache
+        self._prefixes: SharedPrefixes | None = None
+        if prefixes:
+            prefix_tokens = require_int("prefix_tokens", prefix_tokens, at_least=1)
+            row_like = long_rows(cache, prefix_tokens)
             with making_on(self._places):
-                cache = _allocated(
-                    what,
-                    lambda: prefixed_like(plain, tokens, prefixes=prefixes, sharers=sharers),
-                )
-            self._shared = SharedPrefixes.of(cache, prefixes, sharers)
+                cache = _with_prefixes(cache, prefix_tokens, prefixes, sharers)
+            self._prefixes = SharedPrefixes.of(cache, prefixes, sharers)
         elif prefix_tokens or sharers is not None:
             raise ValueError(
                 "prefix_tokens and sharers are for stored prefixes; say how many there are: prefixes=..."
             )
-        if small_slots and speculate is not None:
-            raise ValueError(
-                "Engine(speculate=...) drafts in slots of one capacity; leave out small_slots, or make another engine "
-                "for short requests"
-            )
         if small_slots:
-            one_size = cache
-            with making_on(self._places):
-                cache = _allocated(
-                    f"small_slots={small_slots}",
-                    lambda: with_small_slots(one_size, small_slots),
+            if speculate is not None:
+                raise ValueError(
+                    "Engine(speculate=...) drafts in slots of one capacity; leave out small_slots, or make another "
+                    "engine for short requests"
                 )
-        self._whole = model
-        self._model: prefilling.Model = Flat.of(model)
-        drafter = None if speculate is None else _drafter(model, cache, speculate)
+            with making_on(self._places):
+                cache = _with_small_slots(cache, small_slots)
+        drafter = None if speculate is None else _drafter(self._model, cache, speculate)
         check_flags("Engine", log_probabilities=log_probabilities)
         self._log_probabilities = log_probabilities
         self._slots = Slots(
             cache,
-            shares=self._shared is not None,
+            shares=self._prefixes is not None,
             drafter=drafter,
             log_probabilities=log_probabilities,
         )
-        self._rows = Rows(RowKind.of(rows), most=self.readers)
-        self._spec = self._rows.empty.spec
-        self._reader: Any = self._model
-        if prefilling.by_layer(model, self._rows.empty):
-            self._reader = FlatLayers.of(model)
+        self.slots = self._slots.count
 
-        # How prompts are read, and whether they may begin with copies.
-        on_cpu = jax.default_backend() == "cpu"
-        smaller = (prefilling.CPU_CHUNKS if on_cpu else prefilling.GPU_CHUNKS)[1:]
-        self._sizes = (self.chunk, *(size for size in smaller if size < self.chunk))
-        observes = any(policy.observes for policy in self._rows.kind.policies)
-        self._whole_prompts = chunk is None or observes
-        # Chunks of codes are held as they came until the prompt ends.
-        self._stages = not self._whole_prompts and needs_staging(self._rows.empty)
+        # How prompts are read, and whether they may begin with copies of other rows.
+        self._rows = Rows(RowKind.of(row_like), most=self.readers)
+        self._spec = self._rows.empty.spec
+        self._reader = PromptReader(self._model, self._rows, chunk=chunk)
+        self.chunk = self._reader.chunk
         # A row that is rotated for its final length has other keys than one of another length.
-        copies = not self._whole_prompts and not self._rows.kind.rotated
-        self._can_share = copies and can_truncate(self._slots.cache, self._spec)
-        limit = require_int("prefix_bytes", prefix_bytes, at_least=0)
-        if limit:
-            self._check_keeps(chunk, observes)
+        may_copy = not self._reader.whole_prompts and not self._rows.kind.rotated
+        self._cuts_rows = may_copy and can_truncate(self._slots.cache, self._spec)
+        prefix_bytes = require_int("prefix_bytes", prefix_bytes, at_least=0)
+        if prefix_bytes:
+            self._check_keeps(chunk)
         elif prefix_host_bytes:
             raise ValueError(
                 "prefix_host_bytes takes rows from prefix_bytes; say how many bytes stay on the device: "
@@ -338,12 +333,11 @@ class Engine:
         self._keeper = Keeper(
             self._slots,
             self._rows,
-            limit=limit,
+            limit=prefix_bytes,
             host_limit=require_int("prefix_host_bytes", prefix_host_bytes, at_least=0),
-            cuts=self._can_share,
+            cuts=self._cuts_rows,
         )
 
-        self.slots = self._slots.count
         self._stop_tokens = None if stop_tokens is None else stop_ids(stop_array(stop_tokens))
         self._processors = check_processors(Processors() if processors is None else processors)
         self._scheduler = Scheduler(
@@ -353,26 +347,21 @@ class Engine:
             park=park,
             admit=self._admit,
         )
-        self._turns = _Turns()  # to step
-        self._lock = threading.Lock()  # of the books: scheduler, requests and counts
+
         # Read and written by the thread whose turn it is.
-        self._readings = dict[Prompt, _Reading]()
+        self._turns = _Turns()
         self._starts = dict[Prompt, SharedStart]()  # where rows of a prompt begin
         self._to_clear = set[int]()  # slots that hold tokens of a request that has left
-        self._in_flight = deque[Array]()  # logits of the last chunks
         self._blocks = deque[_Block]()
-        self._drawn: tuple[list[Any], Draws | None] = [], None  # of the last block, by slot
-        # Read and written with the lock of the books.
-        self._copies = list[_Copy]()  # of rows, for which threads wait
-        self._news = dict[Request, None]()
-        self._failed: Exception | None = None
-        self._in_change = False
-        self._prompt_tokens = 0
-        self._shared_tokens = 0
-        self._new_tokens = 0
-        self._steps = 0
-        self._used = 0  # tokens drawn in all slots
-        self._drafted = np.zeros(3, int)  # the sum of `Report.draft_counts`
+        # How the slots drew in the last block: each by itself, and all of them stacked.
+        self._last_draws: tuple[list[Draws | None], Draws | None] = [], None
+        # Read and written with the lock of the books, as the scheduler and the requests are.
+        self._lock = threading.Lock()
+        self._copies = list[_Copy]()
+        self._news = dict[Request, None]()  # requests with new tokens or an end, in order
+        self._counts = _Counts()
+        self._failed: Exception | None = None  # after which the arrays are gone
+        self._in_change = False  # `_change`
 
     # ------------------------------------------------------------------ requests
 
@@ -412,7 +401,7 @@ class Engine:
         tokens, lengths = pad_prompt(token_ids(ids), rows=1)
         stops = stop_ids(
             check_request(
-                self._whole,
+                self._model,
                 self._rows.empty,
                 tokens,
                 lengths,
@@ -420,15 +409,16 @@ class Engine:
                 stop_tokens=stop,
             )
         )
-        if self._shared is not None:
+        (prompt_ids,) = tokens
+        if self._prefixes is not None:
             room = self._slots.cache.spec.capacity
-            self._shared.check_room(len(tokens[0]), max_new_tokens, room)
+            self._prefixes.check_room(len(prompt_ids), max_new_tokens, room)
         draws = rows_of_draws(Draws.of(sampling, key, n), n)
-        made = [Request(tokens[0], max_new_tokens, draw, stops, self) for draw in draws]
+        made = [Request(prompt_ids, max_new_tokens, draw, stops, self) for draw in draws]
         if self._log_probabilities:
             for request in made:
                 request.log_probabilities = []
-        known = self._keeper.known_tokens(tokens[0])
+        unread = len(prompt_ids) - self._keeper.known_tokens(prompt_ids)
         with self._lock:
             if self._failed is not None:
                 raise RuntimeError(
@@ -440,7 +430,7 @@ class Engine:
                     f"{waiting} requests wait and the engine takes {self.max_waiting}; run `step` until fewer "
                     "wait, and submit again"
                 )
-            self._scheduler.add(made, tokens=len(tokens[0]) - known, size=made[0].size)
+            self._scheduler.add(made, tokens=unread, size=made[0].size)
         return made
 
     def cancel(self, request: Request) -> None:
@@ -457,25 +447,26 @@ class Engine:
         `speculate`.
         """
         with self._lock:
-            return self._slots.speculation(self._drafted)
+            return self._slots.speculation(self._counts.draft_counts)
 
     def stats(self) -> Stats:
         with self._lock:
-            decoding = sum(request is not None for request in self._scheduler.running)
+            counts = self._counts
+            kept = self._keeper.kept
             return Stats(
                 slots=self.slots,
-                decoding=decoding,
+                decoding=len(self._running()),
                 waiting=self._scheduler.waiting,
-                prompt_tokens=self._prompt_tokens,
-                shared_tokens=self._shared_tokens,
+                prompt_tokens=counts.prompt_tokens,
+                shared_tokens=counts.copied_tokens,
                 parked=len(self._scheduler.parked),
-                prefixes=0 if self._shared is None else self._shared.in_use,
-                new_tokens=self._new_tokens,
-                steps=self._steps,
-                kept=self._keeper.kept.count,
-                kept_bytes=self._keeper.kept.nbytes,
-                kept_host_bytes=self._keeper.kept.host_nbytes,
-                fill=self._used / max(self._steps * self.slots, 1),
+                prefixes=0 if self._prefixes is None else self._prefixes.in_use,
+                new_tokens=counts.new_tokens,
+                steps=counts.steps,
+                kept=kept.count,
+                kept_bytes=kept.nbytes,
+                kept_host_bytes=kept.host_nbytes,
+                fill=counts.drawn_tokens / max(counts.steps * self.slots, 1),
             )
 
     def row(self, request: Request) -> Cache:
@@ -510,12 +501,12 @@ class Engine:
 
     def run(self, requests: Sequence[Request] | None = None) -> None:
         """Steps until these requests are done, or all."""
-        while (
-            any(not request.done for request in requests)
-            if requests is not None
-            else self._has_work()
-        ):
-            self.step()
+        if requests is None:
+            while self._has_work():
+                self.step()
+        else:
+            while any(not request.done for request in requests):
+                self.step()
 
     def step(self) -> list[Request]:
         """Reads prompts, fills free slots, asks for a block of tokens and waits for those of
@@ -556,9 +547,9 @@ class Engine:
                 raise ValueError(
                     "warm_up takes an idle engine: it writes to its slots; call it before any request"
                 )
-            for size in () if self._whole_prompts else self._sizes:
-                self._warm_chunk(size)
-            self._clear()
+            for row, logits in self._reader.warm_up():
+                self._warm_up_assign(row, logits)
+            self._clear_slots()
             if self._slots.logits is None:
                 return
             nothing = np.zeros(self.slots, np.int32)
@@ -568,7 +559,7 @@ class Engine:
                 rows_of_draws(one, 1)  # as `submit` does
                 self._decode(stack_draws([None] * self.slots), nothing)
             for slot in self._slots.one_of_each_size():
-                if self._can_share:
+                if self._cuts_rows:
                     self._first_tokens(slot, 0)
                 if not splits_rows(self._slots.cache):
                     self._whole_row(slot)
@@ -584,7 +575,7 @@ class Engine:
           RuntimeError: another save to the directory is not done.
           OSError: the directory cannot be written; what an earlier call saved there stays.
         """
-        return self._keeper.save(directory, self._whole)
+        return self._keeper.save(directory, self._model)
 
     def restore_prefixes(self, directory: str | Path) -> int:
         """Keeps the rows that `save_prefixes` saved, as far as there is room for their bytes,
@@ -597,39 +588,25 @@ class Engine:
           ValueError: an engine that keeps none; prefixes of another model or another cache.
           DamagedSaveError: (a ValueError) files that are not those that were written.
         """
-        return self._keeper.restore(directory, self._whole, self._turn)
+        return self._keeper.restore(directory, self._model, self._turn)
 
     # ------------------------------------------------------------------ what a step does
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """The turn of this thread, whose new arrays are made on the device of the cache."""
+        """The turn of a thread, whose new arrays are made on the device of the cache."""
         with self._turns, making_on(self._places):
             yield
 
     def _ask(self) -> bool:
         """Does the work of a step, and asks the device for a block; false if no row runs."""
-        with self._lock:
-            self._scheduler.begin_step()
-            for slot, request in self._running():
-                if request.asked == request.max_new_tokens:  # all its tokens are asked for
-                    self._leave(slot)
+        self._begin_step()
         with self._change():
-            self._look_after_vacated()
-        while True:
-            with self._lock:
-                finished = self._scheduler.take_finished()
-                work = self._scheduler.schedule()
-            for prompt in finished:
-                self._release(prompt)
-            if work is None:
-                break
-            with self._change():
-                self._do(work)
-            self._wait_for_chunks()
+            self._keep_vacated()
+        self._do_scheduled_work()
         with self._change():
-            self._look_after_vacated()
-            self._clear()
+            self._keep_vacated()
+            self._clear_slots()
             return self._ask_for_block()
 
     @contextmanager
@@ -639,6 +616,29 @@ class Engine:
         yield
         self._in_change = False  # not in a `finally`: `step` asks if an exception came within
 
+    def _begin_step(self) -> None:
+        """Frees the slots of requests whose tokens the device was all asked for."""
+        with self._lock:
+            self._scheduler.begin_step()
+            for slot, request in self._running():
+                if request.asked == request.max_new_tokens:
+                    self._leave(slot)
+
+    def _do_scheduled_work(self) -> None:
+        """Reads prompts and fills slots, until it is time to decode."""
+        while True:
+            with self._lock:
+                finished = self._scheduler.take_finished()
+                work = self._scheduler.schedule()
+            for prompt in finished:
+                self._starts.pop(prompt, None)
+                self._reader.release(prompt)
+            if work is None:
+                return
+            with self._change():
+                self._do(work)
+            self._reader.wait_for_chunks()
+
     def _do(self, work: Work) -> None:
         match work:
             case Begin(prompt):
@@ -646,18 +646,17 @@ class Engine:
             case Read(prompt, tokens):
                 self._read(prompt, tokens)
             case Park(prompt):
-                reading = self._readings[prompt]
-                both, reading.homes = in_host((reading.row, reading.logits))
-                reading.row, reading.logits = both
+                self._reader.park(prompt)
             case Assign():
                 self._assign(work)
 
+    # ------------------------------------------------------------------ prompts
+
     def _begin(self, prompt: Prompt) -> None:
         """Makes a row for a prompt, with what is known of its beginning."""
-        request: Any = prompt.requests[0]
-        ids = request.prompt
+        request = _first_request(prompt)
         try:
-            row, start, chunks = self._row_for(ids)
+            row, tokens, chunks = self._row_for(request.prompt)
         except Exception as error:  # such as too little memory: the others go on
             with self._lock:
                 if is_out_of_memory(error) and len(self._scheduler.reading) > 1:
@@ -666,20 +665,11 @@ class Engine:
                     self._end_all(prompt.without_slot, error)
             return
         if row.rotated_for is not None:
-            final = jnp.array([len(ids) + request.max_new_tokens], jnp.int32)
-            row = self._whole.rotate_for(row, final)
-        self._readings[prompt] = _Reading(row, start)
+            row = self._model.rotate_for(row, jnp.array([request.size], jnp.int32))
+        self._reader.add(prompt, row, tokens)
         with self._lock:
             self._scheduler.begin(prompt, chunks)
-            self._shared_tokens += start
-
-    def _chunks(self, tokens: int, start: int) -> list[int]:
-        """The sizes in which a prompt is read from token `start` on."""
-        if self._whole_prompts:
-            return [prefilling.chunk_size(tokens, LONGEST)]
-        if start % self.chunk:
-            return prefilling.cut(tokens - start, self._sizes)
-        return prefilling.cut(tokens, self._sizes)[start // self.chunk :]
+            self._counts.copied_tokens += tokens
 
     def _row_for(self, prompt: np.ndarray) -> tuple[Cache, int, list[int]]:
         """`_new_row`, for which kept rows make room if there is no memory: none of them
@@ -697,94 +687,79 @@ class Engine:
         others are read.
         """
         row, start = self._beginning(prompt)
-        chunks = self._chunks(len(prompt), start)
-        if self._stages and len(chunks) > 1:
-            row = self._with_room(row, room_for(len(prompt) - start, self._spec.capacity))
+        chunks = self._reader.chunks(len(prompt), start)
+        row = self._reader.with_room(row, len(prompt) - start, len(chunks))
         return row, start, chunks
-
-    def _with_room(self, row: Cache, room: int) -> Cache:
-        """A row that holds the chunks of a prompt as they came, until the last one."""
-        return committed(staged(row, room))
 
     def _beginning(self, prompt: np.ndarray) -> tuple[Cache, int]:
         """A row that holds the first tokens of the prompt, and how many: copied from a kept row
         or one that runs, whichever has more.
         """
         kept, tokens = self._keeper.kept.find(prompt)
-        source, same = self._running_beginning(prompt)
+        slot, same = self._running_beginning(prompt)
         if same > tokens:
-            return self._first_tokens(source, same), same
+            return self._first_tokens(slot, same), same
         if kept is None:
             return self._rows.make(), 0
         return self._keeper.beginning(kept, tokens), tokens
 
     def _running_beginning(self, prompt: np.ndarray) -> tuple[int, int]:
         """The slot of a row that begins like a prompt, and for how many tokens: whole chunks,
-        so that the rest is read in the chunks in which the whole would be.
+        so that the rest is read in the chunks in which the whole would be. -1 and 0 if none does.
         """
-        best = (-1, 0, True)  # no slot; a row with nothing in common is no better
-        for slot, request in self._running() if self._can_share else ():
+        nothing = (-1, 0)
+        if not self._cuts_rows:
+            return nothing
+        best = (0, True)  # tokens, and whether the row is known to be finite
+        best_slot = -1
+        for slot, request in self._running():
             same = min(same_tokens(request.prompt, prompt), len(prompt) - 1)
             same = same // self.chunk * self.chunk
-            known = bool(request.tokens)  # to be finite
-            if (same, known) > best[1:]:
-                best = (slot, same, known)
-        slot, same, known = best
-        if same and not known and not all_finite(on_host(self._slots.logits)[slot]):
-            return -1, 0
-        return slot, same
+            finite = bool(request.tokens)  # a token was drawn from its logits
+            if (same, finite) > best:
+                best = (same, finite)
+                best_slot = slot
+        same, finite = best
+        if same and not finite and not all_finite(on_host(self._slots.logits)[best_slot]):
+            return nothing
+        return best_slot, same
 
     def _whole_row(self, slot: int) -> Cache:
+        """A copy of the row of a slot, as a cache of one row."""
         return whole_row(self._slots.cache, self._slots.at(slot), spec=self._spec)
 
     def _first_tokens(self, slot: int, tokens: int) -> Cache:
+        """A copy of the row of a slot, cut to its first `tokens` tokens."""
         length = np.array([tokens], np.int32)
         return first_tokens(self._slots.cache, self._slots.at(slot), length, spec=self._spec)
 
-    def _wait_for_chunks(self) -> None:
-        """Waits until the device has few chunks to read: others may come meanwhile, and one of
-        them may be shorter.
-        """
-        while len(self._in_flight) >= IN_FLIGHT:
-            jax.block_until_ready(self._in_flight[0])
-            self._in_flight.popleft()
-
     def _read(self, prompt: Prompt, size: int) -> None:
-        """Reads one chunk of a prompt."""
-        request: Any = prompt.requests[0]
-        reading = self._readings[prompt]
-        piece = request.prompt[reading.tokens : reading.tokens + size]
-        tokens = np.zeros((1, size), np.int32)
-        tokens[0, : len(piece)] = piece
-        length = np.array([len(piece)], np.int32)
-        try:  # a whole prompt attends to nothing but itself
-            reading.logits, reading.row = read_chunk(
-                self._reader, reading.row, tokens, length, first_chunk=self._whole_prompts
-            )
-            if reading.tokens + len(piece) == len(request.prompt):
-                reading.row = settled(reading.row)
+        """Reads a chunk of `size` tokens of a prompt."""
+        request = _first_request(prompt)
+        try:
+            tokens = self._reader.read(prompt, request.prompt, size)
         except Exception as error:  # such as too little memory: the others go on
-            del self._readings[prompt]
             with self._lock:
                 self._end_all(prompt.without_slot, error)
             return
-        self._in_flight.append(reading.logits)
-        reading.tokens += len(piece)
         with self._lock:
-            self._prompt_tokens += len(piece)
+            self._counts.prompt_tokens += tokens
+
+    # ------------------------------------------------------------------ slots
 
     def _admit(self, prompt: Prompt) -> bool:
-        """Whether a prompt that is read can have a slot; it may have to wait for a prefix. The
-        scheduler asks, while its caller has the lock of the books.
+        """Whether a prompt that is read can have a slot; it may have to wait for a stored
+        prefix. The one with which its rows begin is in `_starts` from then on. The scheduler
+        calls this, while its caller has the lock of the books.
         """
-        if self._shared is None:
+        if self._prefixes is None:
             return True
-        request: Any = prompt.requests[0]
+        request = _first_request(prompt)
         start = self._starts.get(prompt)
-        if start is None or not self._shared.takes(start, request.prompt):
+        if start is None or not self._prefixes.takes(start, request.prompt):
             others = [other.prompt for other in self._others(prompt)]
             room = self._slots.cache.spec.capacity - request.max_new_tokens
-            start = self._shared.find(request.prompt, len(prompt.without_slot), others, room)
+            start = self._prefixes.find(request.prompt, len(prompt.without_slot), others, room)
         if start is None:
             return False
         self._starts[prompt] = start
@@ -795,62 +770,53 @@ class Engine:
         yield from (request for _, request in self._running())
         for other in self._scheduler.next_prompts(2 * self.slots):
             if other is not prompt:
-                first: Any = other.requests[0]
-                yield first
+                yield _first_request(other)
 
     def _assign(self, work: Assign) -> None:
         """Puts the row of a prompt into a slot."""
-        request: Any = work.request
-        before: Any = work.before
-        if before is not None:
-            self._keep(work.slot, before)
-        reading = self._readings[work.prompt]
-        if reading.homes is not None:
-            reading.row, reading.logits = jax.device_put(
-                (reading.row, reading.logits), reading.homes
-            )
-            reading.homes = None
+        request = cast(Request, work.request)
+        if work.before is not None:
+            self._keep(work.slot, cast(Request, work.before))
+        reading = self._reader.row(work.prompt)
         start = self._starts.get(work.prompt, SharedStart())
         if start.store and not all_finite(reading.logits):  # it would spoil its sharers
             with self._lock:
-                self._end_all(
-                    [work.request, *work.prompt.without_slot], FloatingPointError(NOT_FINITE)
-                )
+                waiting = [request, *work.prompt.without_slot]
+                self._end_all(waiting, FloatingPointError(NOT_FINITE))
             return
         self._slots.assign(work.slot, reading.row, reading.logits, start)
         self._to_clear.discard(work.slot)
-        self._drawn = [], None
-        if self._shared is not None:
-            with self._lock:
-                if not request.done:  # it may have been cancelled meanwhile
-                    self._shared.use(start, work.slot, request.prompt)
-                elif start.store:
-                    self._shared.store(start, request.prompt)
-            self._starts[work.prompt] = dataclasses.replace(start, store=False)
-        if work.request is work.prompt.requests[0]:
+        self._note_prefix(work, start)
+        if request is _first_request(work.prompt):
             self._keeper.keep_prompt(reading.row, request)
 
-    def _release(self, prompt: Prompt) -> None:
-        """Gives back the row of a prompt, so that the next one takes its arrays. A row that is
-        parked has none on the device.
-        """
-        self._starts.pop(prompt, None)
-        reading = self._readings.pop(prompt, None)
-        if reading is not None and reading.homes is None:
-            self._rows.give_back(without_room(reading.row))
-
-    def _look_after_vacated(self) -> None:
-        """Keeps the rows that requests have left in slots."""
+    def _note_prefix(self, work: Assign, start: SharedStart) -> None:
+        """Notes with which stored prefix the row in a slot begins."""
+        if self._prefixes is None:
+            return
+        request = cast(Request, work.request)
         with self._lock:
-            vacated: Any = self._scheduler.take_vacated()
+            if not request.done:  # it may have been cancelled meanwhile
+                self._prefixes.use(start, work.slot, request.prompt)
+            elif start.store:
+                self._prefixes.store(start, request.prompt)
+        # The next answers to the prompt use what this one has stored.
+        self._starts[work.prompt] = dataclasses.replace(start, store=False)
+
+    def _keep_vacated(self) -> None:
+        """Keeps the rows that requests have left in slots, which are then to be cleared."""
+        with self._lock:
+            vacated = self._scheduler.take_vacated()
         for slot, request in vacated.items():
-            self._keep(slot, request)
+            self._keep(slot, cast(Request, request))
             self._to_clear.add(slot)
 
-    def _clear(self) -> None:
-        """Empties the slots that requests have left."""
+    def _clear_slots(self) -> None:
+        """Empties the slots that requests have left, so that no step attends to their rows."""
         self._slots.clear(sorted(self._to_clear), self._rows.kind)
         self._to_clear.clear()
+
+    # ------------------------------------------------------------------ blocks of tokens
 
     def _ask_for_block(self) -> bool:
         """Asks the device for a block of tokens; false if no row runs."""
@@ -862,7 +828,7 @@ class Engine:
             for slot, tokens in left.items():
                 limit[slot] = min(steps, tokens)
         if not rows:
-            self._drawn = [], None
+            self._last_draws = [], None
             return False
         self._make_copies()
         decoded = self._decode(self._draws(rows), limit, rows)
@@ -871,28 +837,6 @@ class Engine:
         for slot, request in rows:
             request.asked += int(limit[slot])
         return True
-
-    def _forget_copies(self) -> None:
-        """Drops copies that nobody has taken yet: more tokens than they hold are known from now
-        on.
-        """
-        with self._lock:
-            for copy in self._copies:
-                copy.row = None
-
-    def _make_copies(self) -> None:
-        """Copies the rows for which threads wait, before the device is asked for a block. When
-        this step ends, the tokens of the blocks before it are known; a copy made after it would
-        have to wait for that block, and for the chunks before that.
-        """
-        if not self._processors.idle:  # this step waits for its own block
-            return
-        with self._lock:
-            wanted = [(copy, self._scheduler.slot_of(copy.request)) for copy in self._copies]
-        for copy, slot in wanted:
-            if slot is not None:
-                with suppress(Exception):  # such as too little memory, which `row` then tells
-                    copy.row = self._whole_row(slot)
 
     def _steps_of_block(self, left: list[int]) -> int:
         """Steps of the next block: fewer if a row ends within it, for whose slot another waits."""
@@ -905,25 +849,27 @@ class Engine:
         draws: list[Draws | None] = [None] * self.slots
         for slot, request in rows:
             draws[slot] = request.draws
-        same = len(draws) == len(self._drawn[0]) and all(
-            a is b for a, b in zip(draws, self._drawn[0], strict=True)
-        )
+        last, stacked = self._last_draws
+        same = len(last) == len(draws) and all(map(operator.is_, draws, last))
         if not same:
             some = any(draw is not None for draw in draws)
-            self._drawn = draws, stack_draws(draws) if some else None
-        return self._drawn[1]
+            stacked = stack_draws(draws) if some else None
+            self._last_draws = draws, stacked
+        return stacked
 
     def _decode(
         self, draws: Draws | None, limit: np.ndarray, rows: Sequence[tuple[int, Request]] = ()
     ) -> Packed:
-        """The tokens of a call of the loop."""
+        """Asks the device for up to `limit` i32[slots] tokens in each slot, of which `rows` have
+        requests.
+        """
         first = np.zeros(self.slots, np.int32)
         stops = self._slots.no_stops()
         for slot, request in rows:
             first[slot] = request.asked
             stops[slot, : len(request.stop)] = request.stop
         inputs = LoopInputs(draws, first, limit, stops, self._rules(rows))
-        return self._slots.decode(self._model, inputs, single_tokens=self.block == 1)
+        return self._slots.decode(self._flat_model, inputs, single_tokens=self.block == 1)
 
     def _rules(self, rows: Sequence[tuple[int, Request]]) -> Any:
         """The rules that change logits, and the tokens of all slots that they count; None if
@@ -944,9 +890,9 @@ class Engine:
             vocabulary=self._slots.logits.shape[1],
         )
 
-    def _receive_until(self, late: int) -> None:
-        """Waits until at most `late` blocks are left that the host has not seen."""
-        while len(self._blocks) > late:
+    def _receive_until(self, unseen: int) -> None:
+        """Waits until at most `unseen` blocks are left whose tokens the host has not seen."""
+        while len(self._blocks) > unseen:
             self._receive()
 
     def _receive(self) -> None:
@@ -954,15 +900,17 @@ class Engine:
         block = self._blocks[0]
         jax.block_until_ready(block.decoded)
         with self._change():
-            seen = block.decoded.read()
+            report = block.decoded.read()
             self._blocks.popleft()
             with self._lock:
-                self._steps += int(np.max(seen.count))
-                self._drafted += seen.draft_counts
-                likely = seen.log_probabilities
+                self._counts.steps += int(np.max(report.count))
+                self._counts.draft_counts += report.draft_counts
                 for slot, request in block.rows:
-                    own = None if likely is None else likely[slot]
-                    self._note(request, seen.tokens[slot], own, seen.bad[:, slot])
+                    log_probabilities = report.log_probabilities
+                    if log_probabilities is not None:
+                        log_probabilities = log_probabilities[slot]
+                    tokens = report.tokens[slot]
+                    self._note(request, tokens, log_probabilities, report.bad[:, slot])
             self._keeper.settle(self._in_blocks())
 
     def _note(
@@ -972,33 +920,60 @@ class Engine:
         log_probabilities: np.ndarray | None,
         bad: np.ndarray,
     ) -> None:
-        """Notes the tokens of a block; `bad` bool[2] says where the logits had no best token."""
+        """Notes the tokens i32[ROOM] of a request in a block; `bad` bool[2] says whether its
+        logits had no best token before them, and after them.
+        """
         new = tokens[tokens != PAD]
-        self._used += len(new)
+        bad_before, bad_after = bad
+        self._counts.drawn_tokens += len(new)
         request.finite &= not bad.any()
         if request.done:  # since it was asked for
             return
         self._news[request] = None
-        if bad[0]:
+        if bad_before:
             self._end(request, "error", FloatingPointError(NOT_FINITE))
             return
         request.tokens += new.tolist()
         if request.log_probabilities is not None and log_probabilities is not None:
             request.log_probabilities += log_probabilities[tokens != PAD].tolist()
-        self._new_tokens += len(new)
+        self._counts.new_tokens += len(new)
         if np.isin(new, request.stop).any():
             self._end(request, "stop")
         elif len(request.tokens) >= request.max_new_tokens:
             self._end(request, "length")
-        elif bad[1]:
+        elif bad_after:
             self._end(request, "error", FloatingPointError(NOT_FINITE))
+
+    # ------------------------------------------------------------------ copies for other threads
+
+    def _forget_copies(self) -> None:
+        """Drops copies that nobody has taken yet: from now on more tokens are known than they
+        hold.
+        """
+        with self._lock:
+            for copy in self._copies:
+                copy.row = None
+
+    def _make_copies(self) -> None:
+        """Copies the rows for which threads wait, before the device is asked for a block. When
+        this step ends, the tokens of the blocks before that one are known, and the copies hold
+        just these. Copies made after it would have to wait for that block, too.
+        """
+        if not self._processors.idle:  # this step waits for its own block
+            return
+        with self._lock:
+            wanted = [(copy, self._scheduler.slot_of(copy.request)) for copy in self._copies]
+        for copy, slot in wanted:
+            if slot is not None:
+                with suppress(Exception):  # such as too little memory, which `row` then tells
+                    copy.row = self._whole_row(slot)
 
     # ------------------------------------------------------------------ kept rows
 
-    def _check_keeps(self, chunk: int | None, observes: bool) -> None:
+    def _check_keeps(self, chunk: int | None) -> None:
         """Raises ValueError if a row of this engine is no beginning of another prompt."""
         why = None
-        if observes:
+        if self._rows.kind.observes:
             why = "the method keeps of a prompt what its own queries choose, and others would choose other tokens"
         elif chunk is None:
             why = "chunk=None reads each prompt whole, without what was read before"
@@ -1020,23 +995,15 @@ class Engine:
 
     # ------------------------------------------------------------------ programs
 
-    def _warm_chunk(self, size: int) -> None:
-        """Compiles a chunk of `size` tokens, and the move of its row into a slot."""
-        tokens, length = np.zeros((1, size), np.int32), np.ones(1, np.int32)
-        for room in rooms(self._spec.capacity) if self._stages else ():
-            row = self._with_room(self._rows.make(), room)
-            _, row = read_chunk(self._reader, row, tokens, length, first_chunk=False)
-            self._rows.give_back(settled(row))
-        logits, row = read_chunk(
-            self._reader, self._rows.make(), tokens, length, first_chunk=False
-        )
+    def _warm_up_assign(self, row: Cache, logits: Array) -> None:
+        """Compiles the move of a row into a slot of each capacity."""
+        starts = [SharedStart()]
+        if self._prefixes is not None:
+            starts.append(SharedStart(0, 0, store=True))
         for slot in self._slots.one_of_each_size():
-            for store in (False, True) if self._shared is not None else (False,):
-                start = SharedStart(0 if store else -1, 0, store)
+            for start in starts:
                 self._slots.assign(slot, row, logits, start)
             self._to_clear.add(slot)
-        self._rows.give_back(row)
-        self._rows.give_back(self._rows.make())
 
     # ------------------------------------------------------------------ the books
 
@@ -1045,50 +1012,60 @@ class Engine:
     ) -> tuple[Any, Any]:
         """A prompt as token ids, and the stop tokens of its request."""
         checkpoint = self._checkpoint
-        chat = (
+        is_chat = (
             isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping)
         )
-        if template is not None and (checkpoint is None or not chat):
+        if template is not None and (checkpoint is None or not is_chat):
             raise ValueError(
                 "submit(template=...) is for chat messages to an engine of a checkpoint, whose template takes it"
             )
         ids = prompt
-        if checkpoint is not None and (chat or isinstance(prompt, str)):
+        if checkpoint is not None and (is_chat or isinstance(prompt, str)):
             ids = checkpoint.encode(prompt, template=template)
-        if stop_tokens is not None:
-            return ids, stop_tokens
-        if self._stop_tokens is not None or checkpoint is None:
-            return ids, () if self._stop_tokens is None else self._stop_tokens
-        return ids, checkpoint.chat_stop_tokens if chat else checkpoint.stop_tokens
+        if stop_tokens is None:
+            stop_tokens = self._default_stop_tokens(is_chat=is_chat)
+        return ids, stop_tokens
+
+    def _default_stop_tokens(self, *, is_chat: bool) -> Any:
+        """Those of the engine, or else of its checkpoint, or none."""
+        if self._stop_tokens is not None:
+            return self._stop_tokens
+        if self._checkpoint is None:
+            return ()
+        return self._checkpoint.chat_stop_tokens if is_chat else self._checkpoint.stop_tokens
 
     def _has_work(self) -> bool:
+        """True if a request is not done, or a block is not seen."""
         return not self._scheduler.idle or bool(self._blocks)
 
-    def _running(self) -> list[tuple[int, Any]]:
-        """The requests in slots."""
+    def _running(self) -> list[tuple[int, Request]]:
+        """The requests in slots, and their slots."""
         return [
-            (slot, request)
+            (slot, cast(Request, request))
             for slot, request in enumerate(self._scheduler.running)
             if request is not None
         ]
 
-    def _end(self, request: Any, reason: str, error: Exception | None = None) -> None:
+    def _end(self, request: Request, reason: str, error: Exception | None = None) -> None:
+        """Ends a request, wherever it is; its caller has the lock of the books."""
         request.reason = reason
         request.error = error
         slot = self._scheduler.slot_of(request)
-        if slot is not None and self._shared is not None:
-            self._shared.leave(slot)
+        if slot is not None and self._prefixes is not None:
+            self._prefixes.leave(slot)
         self._scheduler.end(request)
         self._news[request] = None
 
     def _end_all(self, requests: Iterable[Any], error: Exception) -> None:
+        """Ends those of the requests that are not done, by an error."""
         for request in [one for one in requests if not one.done]:
             self._end(request, "error", error)
 
     def _leave(self, slot: int) -> None:
+        """Frees a slot, and its use of a stored prefix."""
         self._scheduler.leave(slot)
-        if self._shared is not None:
-            self._shared.leave(slot)
+        if self._prefixes is not None:
+            self._prefixes.leave(slot)
 
     def _fail(self, error: Exception) -> None:
         """Ends all requests: the arrays that a failed call was given are gone."""
@@ -1099,12 +1076,29 @@ class Engine:
                 self._end_all([request for _, request in block.rows], error)
             self._scheduler.take_finished()
             self._scheduler.take_vacated()
-        self._readings.clear()
+        self._reader.forget()
+        self._keeper.forget_leaving()
         self._starts.clear()
         self._to_clear.clear()
-        self._keeper.forget_leaving()
-        self._in_flight.clear()
         self._blocks.clear()
+
+
+def _first_request(prompt: Prompt) -> Request:
+    """The request by which a prompt is read, for all that want an answer to it."""
+    return cast(Request, prompt.requests[0])
+
+
+def _with_prefixes(cache: Cache, tokens: int, prefixes: int, sharers: int | None) -> Cache:
+    """An empty cache like `cache`, with `prefixes` stored prefixes of `tokens` tokens each."""
+    return allocated(
+        f"prefixes={prefixes} of prefix_tokens={tokens}",
+        lambda: prefixed_like(cache, tokens, prefixes=prefixes, sharers=sharers),
+    )
+
+
+def _with_small_slots(cache: Cache, small_slots: Mapping[int, int]) -> Cache:
+    """`cache` with more rows of smaller capacities."""
+    return allocated(f"small_slots={small_slots}", lambda: with_small_slots(cache, small_slots))
 
 
 def _drafter(model: Any, cache: Cache, speculate: str | SelfDraft) -> Drafter:
@@ -1118,63 +1112,3 @@ def _drafter(model: Any, cache: Cache, speculate: str | SelfDraft) -> Drafter:
     check_model_cache(model, cache, ("steps", "exact"))
     half = np.full(cache.spec.batch, cache.spec.capacity // 2, np.int32)
     return draft.start(model, cache, np.zeros((len(half), 1), np.int32), half, 0)
-
-
-def _cache_of(checkpoint: Any, policy: Any, slots: int | None, capacity: int | None) -> Cache:
-    """An empty cache of a checkpoint, with a row for each slot."""
-    if slots is None or capacity is None:
-        raise ValueError(
-            "Engine(checkpoint) needs slots=..., the rows of its cache, and capacity=... of a row"
-        )
-    rows = require_int("slots", slots, at_least=1)
-    return _allocated(
-        f"slots={slots} of capacity={capacity}",
-        lambda: checkpoint.init_cache(policy, batch=rows, capacity=capacity),
-    )
-
-
-def _allocated(what: str, make: Callable[[], T]) -> T:
-    """`make()`, or one sentence if the device has no memory for it."""
-    needed = nbytes(jax.eval_shape(make)).total
-    has = memory_bytes()
-    too_large = ValueError(
-        f"Engine({what}) needs {in_units(needed)} of memory, and there are {in_units(has)} in all; ask for fewer or "
-        "smaller ones"
-    )
-    if needed > has:
-        raise too_large
-    try:
-        return make()
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        raise too_large from error
-
-
-def memory_bytes() -> int:
-    """Bytes of memory that the first device has, whoever uses them."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    if "bytes_limit" in stats:
-        return int(stats["bytes_limit"])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _cache_of_model(model: Any, policy: Any, slots: int | None, capacity: int | None) -> Cache:
-    """The cache of a model that says its sizes, with `slots` rows."""
-    layers = getattr(getattr(model, "config", None), "layers", None)
-    if layers is None or not callable(getattr(model, "spec", None)):
-        raise ValueError(
-            "Engine(slots=..., capacity=...) makes the cache of a checkpoint, or of a model with `spec` and "
-            "`config.layers`; for another make it: kvjax.init(policy, kvjax.CacheSpec(batch=slots, ..., "
-            "capacity=capacity), layers=...)"
-        )
-    if slots is None or capacity is None:
-        raise ValueError(
-            "Engine(model, policy) needs slots=..., the rows of its cache, and capacity=... of a row"
-        )
-    policies = presets.parse(policy) if isinstance(policy, str) else policy
-    rows = require_int("slots", slots, at_least=1)
-    spec = model.spec(batch=rows, capacity=capacity)
-    return _allocated(
-        f"slots={slots} of capacity={capacity}", lambda: init(policies, spec, layers=layers)
-    )

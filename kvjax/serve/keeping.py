@@ -22,7 +22,7 @@ import numpy as np
 
 from kvjax.cache.cache import Cache
 from kvjax.memory import making_on, places_of
-from kvjax.serve.beginnings import KeptRow, KeptRows, at_home, bytes_of, capacities_of
+from kvjax.serve.beginnings import KeptRow, KeptRows, bytes_of, capacities_of, on_device
 from kvjax.serve.requests import Request
 from kvjax.serve.slots import Rows, Slots, committed, copy_of_row, copy_of_slot, row_from
 
@@ -136,7 +136,7 @@ class Keeper:
         self.kept.use(row)
         count = np.array([tokens], np.int32)
         capacity = self._spec.capacity
-        return committed(row_from(at_home(row), count, capacity=capacity, cuts=self.cuts))
+        return committed(row_from(on_device(row), count, capacity=capacity, cuts=self.cuts))
 
     def warm_up(self) -> None:
         """Compiles the copies of rows, of each capacity that they have."""

@@ -26,7 +26,7 @@ from kvjax.cache.saving import DamagedSaveError, digest_json, only_writer, resto
 from kvjax.cache.saving import save as save_cache
 from kvjax.memory import on_host
 from kvjax.received import read_object
-from kvjax.serve.beginnings import KeptRow, at_home
+from kvjax.serve.beginnings import KeptRow, on_device
 from kvjax.serve.identity import digest_of
 
 LIST = "prefixes.json"
@@ -53,7 +53,7 @@ def _save(path: Path, rows: Iterable[KeptRow], model: Any) -> int:
     entries = list[dict[str, Any]]()
     try:
         for row in rows:
-            cache = at_home(row)
+            cache = on_device(row)
             save_cache(path / folder / str(len(entries)), cache)
             entries.append({"tokens": row.tokens.tolist(), "capacity": cache.spec.capacity})
         about = {

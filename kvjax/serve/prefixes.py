@@ -78,7 +78,7 @@ def share_prefix(row: C, rows: int, *, new_tokens: int) -> C:
         raise ValueError(
             f"share_prefix takes a cache of one row, got {row.spec.batch}; take one with kvjax.take_rows(cache, [i])"
         )
-    row = alone(row)
+    row = with_row_policies(row)
     layers: Any = layers_of(row)  # their policies have zones
 
     # The prefix of a layer is all of its history; a row needs room for the rest.
@@ -109,7 +109,7 @@ def prefixed(
       ValueError: a policy that evicts, remembers its last step, or keeps what does not belong
         to single tokens.
     """
-    row: Any = _alone(policy)
+    row: Any = _row_policy(policy)
     chunk = row.demote.leave
     by: Any = {"tokens": -(-tokens // chunk) * chunk, "prefixes": prefixes, "sharers": sharers}
     parts: Any = {"store": Prefixed(store=row.store, **by)}
@@ -134,13 +134,13 @@ def prefixed_like(
     return _made_like(cache, policies, cache.spec)
 
 
-def alone(cache: C) -> C:
-    """`cache` with the policies of rows without prefixes: as it is, but tokens of `Full` are in
-    zones (see `FULL`).
+def with_row_policies(cache: C) -> C:
+    """`cache` with the policies of single rows, which may begin with a shared prefix: as it is,
+    but tokens of `Full` are in zones (see `FULL`).
     """
 
-    def of(layer: LayerCache) -> LayerCache:
-        policy = _alone(layer.policy)
+    def single(layer: LayerCache) -> LayerCache:
+        policy = _row_policy(layer.policy)
         if policy == layer.policy:
             return layer
         state = layer.state
@@ -148,7 +148,7 @@ def alone(cache: C) -> C:
             state = refilled(policy, layer.spec, layer.policy, state)
         return dataclasses.replace(layer, policy=policy, state=state)
 
-    return with_layers(cache, [of(layer) for layer in layers_of(cache)])
+    return with_layers(cache, [single(layer) for layer in layers_of(cache)])
 
 
 def assign_slot(
@@ -159,7 +159,7 @@ def assign_slot(
     Call it under jit, with a donated cache.
 
     Args:
-      row: a cache of one row of the policies that `alone` gives, of any capacity.
+      row: a cache of one row of the policies that `with_row_policies` gives, of any capacity.
       shared: tokens of `row` that the prefix may hold, i32[]; it holds those of them that are
         in the history.
       store: True stores the prefix, in place of another that no row has any more. False takes
@@ -182,7 +182,7 @@ def assign_slot(
 
 def without_prefix(cache: C, row: ArrayLike, *, capacity: int | None = None) -> C:
     """A copy of row `row` as a cache of one row that shares nothing, with the policies that
-    `alone` gives.
+    `with_row_policies` gives.
 
     Its `capacity` is by default that of the cache and its longest prefix together.
     """
@@ -218,7 +218,7 @@ def _fill_slots(cache: Any, row: Any) -> Any:
 # ------------------------------------------------------------------ one layer
 
 
-def _alone(policy: Policy) -> Any:
+def _row_policy(policy: Policy) -> Any:
     """The policy of a row that can begin with a shared prefix, or be made one."""
     if isinstance(getattr(policy, "store", None), Prefixed):
         store: Any = policy.store  # type: ignore[attr-defined]
@@ -309,7 +309,7 @@ def _assign_history(
 
 def _without_prefix(layer: LayerCache, spec: CacheSpec, row: Any) -> LayerCache:
     """`without_prefix` of one layer."""
-    policy = _alone(layer.policy)
+    policy = _row_policy(layer.policy)
     st = layer.state
     new = policy.init(spec)
     slots = new.store.slots
@@ -362,8 +362,8 @@ def _take(tree: Any, at: Any) -> Any:
 
 
 def _cut(tree: Any, axes: Any, start: Any, slots: int, end: Any = None) -> Any:
-    """The slots [start, start + slots) of each array; slots past the array's end, or past
-    `end`, are zeros.
+    """The slots [start, start + slots) of each array, along its `axes`; slots past the array's
+    end, or past `end`, are zeros.
     """
 
     def cut(a: Array, at: SlotAxis | None) -> Array:

@@ -27,7 +27,7 @@ from kvjax.generation.reports import Packed
 from kvjax.memory import commit_together, has_host_memory, in_host_memory, on_host
 from kvjax.policies import Recurrent
 from kvjax.policies.per_row import PerRow, PerRowState
-from kvjax.serve.prefixes import alone, assign_slot, without_prefix
+from kvjax.serve.prefixes import assign_slot, with_row_policies, without_prefix
 from kvjax.serve.requests import STOPS
 from kvjax.serve.scheduler import LONGEST
 from kvjax.spec import CacheSpec, require_int
@@ -39,10 +39,12 @@ T = TypeVar("T")
 @register_dataclass
 @dataclass(frozen=True)
 class Slot:
-    """A row of the cache, among all and in its group of one capacity."""
+    """A row of the cache. Slots of one capacity are a group, whose rows are in arrays of their
+    own.
+    """
 
-    index: Any  # i32[]
-    place: Any  # i32[]
+    index: Any  # i32[] among all slots
+    place: Any  # i32[] in its group
     group: int = field(metadata={"static": True})
 
     @classmethod
@@ -78,8 +80,9 @@ class RowKind:
         return cls(tuple(layers), cache.rotated_for is not None)
 
     @property
-    def policies(self) -> list[Any]:
-        return [policy for policy, _, _ in self.layers]
+    def observes(self) -> bool:
+        """True if a layer selects from a prompt by all of its queries, which are read at once."""
+        return any(policy.observes for policy, _, _ in self.layers)
 
 
 class Slots:
@@ -100,7 +103,8 @@ class Slots:
         drafter: Drafter | None = None,
         log_probabilities: bool = False,
     ) -> None:
-        self.cache: Cache = _same(committed(cache))  # the caller's cache has its arrays no more
+        # Donated, so that the caller's cache has its arrays no more.
+        self.cache: Cache = _taken_over(committed(cache))
         self.count = cache.spec.batch
         self.logits: Any = None  # f32[slots, V], once the model has told V
         self._active: Any = None  # bool[slots], rows that have drawn no stop token
@@ -233,7 +237,8 @@ def committed(tree: T) -> T:
 
 
 @partial(jax.jit, donate_argnums=0, keep_unused=True)
-def _same(tree: Any) -> Any:
+def _taken_over(tree: Any) -> Any:
+    """`tree` in its arrays, which the argument loses."""
     return tree
 
 
@@ -249,27 +254,37 @@ def _put(
     *,
     store: bool,
 ) -> tuple[Cache, Array, Array]:
-    """The cache and the logits with those of a row in a slot, which then is active; `prefix` is
-    the number of its stored prefix and how many tokens that has.
+    """The cache, the logits and the active slots with a row in a slot, which then is active.
+
+    `prefix` is the number of the row's stored prefix, -1 for none, and how many tokens that has;
+    None where rows share nothing.
     """
     logits = lax.dynamic_update_slice_in_dim(logits, row_logits, slot.index, axis=0)
     active = lax.dynamic_update_slice_in_dim(active, jnp.ones(1, bool), slot.index, axis=0)
     if prefix is not None:
         number, tokens = prefix
-        whole = assign_slot(cache, row, slot.index, prefix=number, shared=tokens, store=store)
-        return whole, logits, active
-    if not isinstance(cache.layers[0].policy, PerRow):
-        return insert(cache, row, slot.index), logits, active
+        cache = assign_slot(cache, row, slot.index, prefix=number, shared=tokens, store=store)
+    elif isinstance(cache.layers[0].policy, PerRow):
+        cache = _put_row(cache, row, slot)
+    else:
+        cache = insert(cache, row, slot.index)
+    return cache, logits, active
+
+
+def _put_row(cache: Cache, row: Cache, slot: Slot) -> Cache:
+    """`cache`, whose slots differ in capacity, with a row in a slot."""
     pairs: Any = zip(cache.layers, row.layers, strict=True)
-    whole = with_states(
-        cache, [a.policy.put_row(a.state, b.state, slot.group, slot.place) for a, b in pairs]
+    states = [
+        layer.policy.put_row(layer.state, new.state, slot.group, slot.place)
+        for layer, new in pairs
+    ]
+    filled = with_states(cache, states)
+    if cache.rotated_for is None:
+        return filled
+    rotated = lax.dynamic_update_slice_in_dim(
+        cache.rotated_for, jnp.asarray(row.rotated_for), slot.index, axis=0
     )
-    if cache.rotated_for is not None:
-        rotated = lax.dynamic_update_slice_in_dim(
-            cache.rotated_for, jnp.asarray(row.rotated_for), slot.index, axis=0
-        )
-        whole = dataclasses.replace(whole, rotated_for=rotated)
-    return whole, logits, active
+    return dataclasses.replace(filled, rotated_for=rotated)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=(1, 2, 3))
@@ -277,9 +292,11 @@ def _clear(
     kind: RowKind, cache: Cache, logits: Array, active: Array, slot: Slot, prefix: Any
 ) -> tuple[Cache, Array, Array]:
     """`_put` of an empty row: see `empty_row`."""
-    row, nothing = empty_row(kind), jnp.zeros_like(logits[:1])
-    new, *rest = _put(cache, logits, active, row, nothing, slot, prefix, store=False)
-    return jax.tree.map(_as_on_host, new, cache), *rest
+    nothing = jnp.zeros_like(logits[:1])
+    new, logits, active = _put(
+        cache, logits, active, empty_row(kind), nothing, slot, prefix, store=False
+    )
+    return jax.tree.map(_old_if_in_host, new, cache), logits, active
 
 
 @partial(jax.jit, static_argnames="spec")
@@ -333,11 +350,38 @@ def _take_row(cache: Cache, slot: Slot, spec: CacheSpec) -> Cache:
 
 def with_small_slots(cache: Cache, small: Mapping[int, int]) -> Cache:
     """`cache`, whose arrays it keeps, with more rows of smaller capacities: how many of each."""
+    check_small_slots(cache, small)
+    # Rows and their capacity, the largest first.
+    sizes = [(cache.spec.batch, cache.spec.capacity)]
+    for capacity in sorted(small, reverse=True):
+        sizes.append((int(small[capacity]), int(capacity)))
+    slots = sum(rows for rows, _ in sizes)
+
+    def widened(layer: LayerCache) -> LayerCache:
+        specs = [
+            dataclasses.replace(layer.spec, batch=rows, capacity=capacity)
+            for rows, capacity in sizes
+        ]
+        smaller = [init_layer(layer.policy, spec).state for spec in specs[1:]]
+        return LayerCache(
+            state=PerRowState((layer.state, *smaller)),
+            policy=PerRow(policy=layer.policy, sizes=tuple(sizes)),
+            spec=dataclasses.replace(layer.spec, batch=slots),
+        )
+
+    layers = tuple(map(widened, cache.layers))
+    rotated_for = None if cache.rotated_for is None else jnp.zeros(slots, jnp.int32)
+    return commit_together(Cache(layers, rotated_for))
+
+
+def check_small_slots(cache: Cache, small: Mapping[int, int]) -> None:
+    """Raises ValueError for numbers of slots that mean nothing, or a cache whose rows have one
+    capacity.
+    """
     if not isinstance(small, Mapping):
         raise ValueError(
             f"small_slots must say how many slots of each capacity, such as {{8192: 12}}; got {small!r}"
         )
-    most, sizes = cache.spec.capacity, [(cache.spec.batch, cache.spec.capacity)]
     if cache.placement is not None:
         raise ValueError(
             "small_slots are for a cache on one device; make it without a placement, or leave them out"
@@ -353,31 +397,10 @@ def with_small_slots(cache: Cache, small: Mapping[int, int]) -> Cache:
         raise ValueError(
             "give prefixes or small_slots: slots that share prefixes have one capacity"
         )
+    largest = cache.spec.capacity - 1
     for capacity in sorted(small, reverse=True):
-        capacity = require_int(
-            "a capacity of small_slots", capacity, at_least=1, at_most=most - 1
-        )
-        rows = require_int(f"small_slots[{capacity}]", small[capacity], at_least=1)
-        sizes.append((rows, capacity))
-
-    def widened(layer: LayerCache) -> LayerCache:
-        policy = PerRow(policy=layer.policy, sizes=tuple(sizes))
-        own = [
-            dataclasses.replace(layer.spec, batch=rows, capacity=capacity)
-            for rows, capacity in sizes
-        ]
-        state = PerRowState(
-            (layer.state, *(init_layer(layer.policy, spec).state for spec in own[1:]))
-        )
-        return LayerCache(
-            state, policy, dataclasses.replace(layer.spec, batch=sum(rows for rows, _ in sizes))
-        )
-
-    layers = tuple(map(widened, cache.layers))
-    rotated_for = (
-        None if cache.rotated_for is None else jnp.zeros(layers[0].spec.batch, jnp.int32)
-    )
-    return commit_together(Cache(layers, rotated_for))
+        require_int("a capacity of small_slots", capacity, at_least=1, at_most=largest)
+        require_int(f"small_slots[{capacity}]", small[capacity], at_least=1)
 
 
 def capacities(cache: Cache) -> list[int]:
@@ -394,7 +417,7 @@ def long_rows(cache: Cache, tokens: int) -> Cache:
     """The shapes of `cache`, with policies whose rows can share prefixes and room for `tokens`
     more tokens.
     """
-    layers = jax.eval_shape(alone, cache).layers
+    layers = jax.eval_shape(with_row_policies, cache).layers
     return dataclasses.replace(
         cache,
         layers=tuple(
@@ -411,8 +434,9 @@ def empty_row(kind: RowKind) -> Cache:
     """An empty cache of one row of this kind."""
 
     def row(policy: Any, spec: Any, placement: Any) -> LayerCache:
-        alone = None if placement is None else dataclasses.replace(placement, batch=None)
-        return init_layer(policy, dataclasses.replace(spec, batch=1), alone)
+        if placement is not None:  # no devices share one row
+            placement = dataclasses.replace(placement, batch=None)
+        return init_layer(policy, dataclasses.replace(spec, batch=1), placement)
 
     rotated_for = jnp.zeros(1, jnp.int32) if kind.rotated else None
     return Cache(tuple(row(*layer) for layer in kind.layers), rotated_for)
@@ -425,7 +449,7 @@ def emptied(kind: RowKind, row: Cache) -> Cache:
     Arrays in host memory stay: no policy reads slots past the tokens that it counts, and to
     fill host memory takes seconds.
     """
-    return jax.tree.map(_as_on_host, empty_row(kind), row)
+    return jax.tree.map(_old_if_in_host, empty_row(kind), row)
 
 
 def resized(row: Cache, capacity: int) -> Cache:
@@ -494,16 +518,16 @@ def can_truncate(cache: Cache, spec: CacheSpec) -> bool:
 
 
 def in_host(tree: Any) -> tuple[Any, Any]:
-    """`tree` in host memory, and the shardings that it had; None if the device has no memory of
-    its own.
+    """`tree` in host memory, and the shardings that it had on the device: `jax.device_put` with
+    them takes it back. As it is, and None, if the device has no memory of its own.
     """
     if not has_host_memory():
         return tree, None
-    homes = jax.tree.map(lambda x: x.sharding, tree)
+    device_shardings = jax.tree.map(lambda x: x.sharding, tree)
     hosted = jax.tree.map(
         lambda x: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")), tree
     )
-    return hosted, homes
+    return hosted, device_shardings
 
 
 def zeros_like(shape: Any) -> np.ndarray:
@@ -527,7 +551,8 @@ def replicated(sharding: Sharding) -> Sharding:
     )
 
 
-def _as_on_host(new: Array, old: Array) -> Array:
+def _old_if_in_host(new: Array, old: Array) -> Array:
+    """`new`, or the old array where that is in host memory: see `emptied`."""
     return old if in_host_memory(old) else new
 
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.serve import engine as engines
-from kvjax.serve import slots
+from kvjax.serve import reading, slots
 
 
 @pytest.fixture
@@ -29,7 +28,7 @@ def test_busy_rate_is_that_of_the_steps(monkeypatch, serving, waits):
     )
     clock, due = [0.0], []
     loop = slots._run_loop
-    read = engines.read_chunk
+    read = reading.read_chunk
     ready = serving.jax.block_until_ready
 
     def run(*args, **settings):
@@ -48,7 +47,7 @@ def test_busy_rate_is_that_of_the_steps(monkeypatch, serving, waits):
         return ready(arrays)
 
     monkeypatch.setattr(slots, "_run_loop", run)
-    monkeypatch.setattr(engines, "read_chunk", read_chunk)
+    monkeypatch.setattr(reading, "read_chunk", read_chunk)
     monkeypatch.setattr(serving.jax, "block_until_ready", wait)
     monkeypatch.setattr(serving, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     rng = np.random.default_rng(0)

@@ -13,7 +13,7 @@ from flax import nnx
 import kvjax
 from kvjax.generation.processors import Processors
 from kvjax.generation.sampling import sampling
-from kvjax.serve import EngineBusy, slots
+from kvjax.serve import EngineBusy, reading, slots
 from kvjax.serve import engine as engines
 from tests.checkpoint import write_checkpoint
 from tests.fuzz import requests as fuzz_requests
@@ -341,7 +341,7 @@ def test_settings_of_draws_go_to_the_device_when_rows_come_or_go(model, monkeypa
 
 def test_a_prompt_that_cannot_be_read_ends_alone(model, monkeypatch):
     """Such as for lack of memory."""
-    real = engines.read_chunk
+    real = reading.read_chunk
 
     def read(model, cache, tokens, *rest, **settings):
         if tokens[0, 0] == 7:
@@ -349,7 +349,7 @@ def test_a_prompt_that_cannot_be_read_ends_alone(model, monkeypatch):
         return real(model, cache, tokens, *rest, **settings)
 
     engine = kvjax.Engine(model, new_cache(2), block=4)
-    monkeypatch.setattr(engines, "read_chunk", read)
+    monkeypatch.setattr(reading, "read_chunk", read)
     (bad, also), (good,) = (
         engine.submit([7, 5], n=2, max_new_tokens=9),
         engine.submit([5, 7], max_new_tokens=9),
@@ -890,8 +890,8 @@ def in_thread(call, *args, **settings):
 
 def test_submit_cancel_and_stats_answer_while_a_chunk_is_read(model, monkeypatch):
     """The step holds no lock that they need, however long the device takes."""
-    gate = Gate(engines.read_chunk)
-    monkeypatch.setattr(engines, "read_chunk", gate)
+    gate = Gate(reading.read_chunk)
+    monkeypatch.setattr(reading, "read_chunk", gate)
     engine = kvjax.Engine(model, new_cache(2), chunk=32)
     prompts = words(100, 9)
     (long,) = engine.submit(prompts[0], max_new_tokens=5)
@@ -915,8 +915,8 @@ def test_submit_cancel_and_stats_answer_while_a_chunk_is_read(model, monkeypatch
 def test_a_request_that_is_cancelled_while_its_prompt_is_read_leaves_nothing(
     model, monkeypatch
 ):
-    gate = Gate(engines.read_chunk)
-    monkeypatch.setattr(engines, "read_chunk", gate)
+    gate = Gate(reading.read_chunk)
+    monkeypatch.setattr(reading, "read_chunk", gate)
     engine = kvjax.Engine(model, new_cache(1), chunk=32)
     (first,) = engine.submit(words(40)[0], max_new_tokens=5)
     stepper = threading.Thread(target=engine.step, daemon=True)
@@ -1004,8 +1004,8 @@ def test_a_row_that_is_asked_for_while_a_step_reads_waits_for_no_later_block(
     while len(request.tokens) < 8:
         engine.step()
     engine.submit(words(90)[0], max_new_tokens=5)
-    gate = Gate(engines.read_chunk)
-    monkeypatch.setattr(engines, "read_chunk", gate)
+    gate = Gate(reading.read_chunk)
+    monkeypatch.setattr(reading, "read_chunk", gate)
     stepper = threading.Thread(target=engine.step, daemon=True)
     stepper.start()
     assert gate.inside.wait(30)

@@ -19,8 +19,7 @@ from kvjax.cache.saving import DamagedSaveError, digest_json
 from kvjax.generation import prefilling, staging
 from kvjax.generation.sampling import sampling
 from kvjax.models import Decoder
-from kvjax.serve import engine as engines
-from kvjax.serve import keeping, kept_files, slots
+from kvjax.serve import keeping, kept_files, reading, slots
 from kvjax.serve.beginnings import KeptRow, KeptRows, PrefixTree, capacities_of
 from tests.fuzz.requests import CONFIG, NAN, POLICIES, model_of
 from tests.generation.test_generate import Tiny, compilations, words
@@ -519,7 +518,7 @@ def test_rows_that_another_save_removes_while_they_are_read_are_told_apart(tmp_p
     """From damaged ones: to restore again is all that it takes."""
     engine = engine_of("full")
     saving(engine, tmp_path)
-    (_, capacity, read), *_ = kept_files.saved(tmp_path, engine._whole)
+    (_, capacity, read), *_ = kept_files.saved(tmp_path, engine._model)
     assert engine.save_prefixes(tmp_path) == 2
     with pytest.raises(RuntimeError, match="while they were read; restore them again"):
         read(engine._keeper._shapes(capacity))
@@ -682,7 +681,7 @@ def test_kept_rows_make_room_for_a_prompt_that_is_held_as_it_came(monkeypatch, l
     say(engine, [1, 5, 6, 7, 8], 3)
     engine.step()
     assert engine.stats().kept == 2  # the prompt, and its answer
-    failed = lack_memory(monkeypatch, engines, "staged", lacking)
+    failed = lack_memory(monkeypatch, reading, "staged", lacking)
     (request,) = engine.submit([9] * 40, max_new_tokens=2)
     while request.state == "waiting":
         engine.step()

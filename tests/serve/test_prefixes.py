@@ -107,7 +107,7 @@ def test_rows_of_a_fork_continue_as_copies(name, window):
     """
     row = read(POLICIES[name], 77)
     copies, forked = (
-        kvjax.take_rows(prefixes.alone(row), [0] * 3),
+        kvjax.take_rows(prefixes.with_row_policies(row), [0] * 3),
         prefixes.share_prefix(row, 3, new_tokens=60),
     )
     assert forked.length.tolist() == [77] * 3
@@ -141,7 +141,8 @@ def test_several_prefixes_in_one_batch(name):
     """Rows of two prefixes and one of none, seated in any order, then seated anew."""
     policy = POLICIES[name]
     first, second, third = (
-        prefixes.alone(read(policy, n, seed)) for n, seed in ((100, 1), (61, 2), (20, 3))
+        prefixes.with_row_policies(read(policy, n, seed))
+        for n, seed in ((100, 1), (61, 2), (20, 3))
     )
     cache = kvjax.init(policy, dataclasses.replace(SPEC, batch=5, capacity=96), layers=1)
     cache = prefixes.prefixed_like(cache, 96, prefixes=3, sharers=2)
@@ -183,7 +184,9 @@ def test_what_a_row_has_after_its_prefix_changes_no_sharer(name):
     for array in poisoned:
         array[:, 70:] = np.nan
     empty = kvjax.init_layer(policy, dataclasses.replace(SPEC, capacity=160))
-    first, second = (prefixes.alone(prefill(empty, *qkv)[1]) for qkv in (poisoned, clean))
+    first, second = (
+        prefixes.with_row_policies(prefill(empty, *qkv)[1]) for qkv in (poisoned, clean)
+    )
     cache = kvjax.init(policy, dataclasses.replace(SPEC, batch=6, capacity=112), layers=1)
     cache = prefixes.prefixed_like(cache, 64, prefixes=1)
     assign_slot = jax.jit(prefixes.assign_slot, static_argnames="store")
@@ -197,7 +200,7 @@ def test_what_a_row_has_after_its_prefix_changes_no_sharer(name):
 @pytest.mark.parametrize("sharers", [2, 24])
 def test_a_selection_reads_the_prefix_as_a_whole_where_that_is_less(sharers):
     """24 rows that select 14 of 64 tokens each read the prefix; 2 rows gather."""
-    row = prefixes.alone(read(FIER, 77))
+    row = prefixes.with_row_policies(read(FIER, 77))
     forked, copies = (
         prefixes.share_prefix(row, sharers, new_tokens=8),
         kvjax.take_rows(row, [0] * sharers),
