@@ -230,11 +230,9 @@ class Router(nnx.Module):
             )
         else:
             y = product("ni,ei->ne", x, kernel, jnp.float32)
-        return (
-            y
-            if self.bias is None
-            else y + jnp.broadcast_to(self.bias[...].astype(jnp.float32), y.shape)
-        )
+        if self.bias is None:
+            return y
+        return y + jnp.broadcast_to(self.bias[...].astype(jnp.float32), y.shape)
 
 
 class MixtureOfExperts(nnx.Module):
@@ -289,21 +287,22 @@ class MixtureOfExperts(nnx.Module):
         # Each token becomes k rows, one for each expert that the router chose for it.
         logits = self.router(flat, few=few)
         weights, chosen = route(logits, k, normalised=experts.normalised)
-        which = chosen.reshape(-1)
+        expert_of_row = chosen.reshape(-1)
         rows = jnp.repeat(flat, k, axis=0)
         parts = {
             name: getattr(self, name)
             for name in ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
         }
-        weighted = {name: part[...] for name, part in parts.items() if part is not None}
+        kernels = {name: part[...] for name, part in parts.items() if part is not None}
         if few:
-            mixed = self._mix(weighted, rows, which, _by_row)
+            mixed = self._mix(kernels, rows, expert_of_row, _by_row)
         else:
-            order = jnp.argsort(which, stable=True)
-            in_order = with_derivative(
-                partial(self._in_blocks, known=False), partial(self._in_blocks, known=True)
+            order = jnp.argsort(expert_of_row, stable=True)
+            in_blocks = with_derivative(
+                partial(self._in_blocks, differentiable=False),
+                partial(self._in_blocks, differentiable=True),
             )
-            mixed = in_order(weighted, rows[order], which)[jnp.argsort(order)]
+            mixed = in_blocks(kernels, rows[order], expert_of_row)[jnp.argsort(order)]
 
         # The rows of a token are summed by the router's weights.
         of_token = mixed.reshape(n, k, -1).astype(jnp.float32)
@@ -313,19 +312,19 @@ class MixtureOfExperts(nnx.Module):
         return out.reshape(x.shape)
 
     def _in_blocks(
-        self, weighted: dict[str, Array], x: Array, which: Array, *, known: bool
+        self, kernels: dict[str, Array], x: Array, chosen: Array, *, differentiable: bool
     ) -> Array:
-        """Rows x [m, hidden], sorted by expert, through the experts, of which `which` i32[m]
-        lists one a row in any order: a block of rows of one expert at a time.
+        """Rows x [m, hidden], sorted by expert, through the experts: a block of rows of one
+        expert at a time. `chosen` i32[m] has the experts of these rows in any order.
 
         A block may reach into the rows of the next expert, whose own block then writes them
-        again. With `known` the loop has as many turns as there may be blocks, so that it has a
-        derivative.
+        again. With `differentiable` the loop has as many turns as there may be blocks, not as
+        many as there are: then it has a derivative.
         """
         m = x.shape[0]
         E = self.config.count
         block = min(max(16, 1 << (m // E).bit_length()), 256)  # rows
-        rows_of = jnp.bincount(which, length=E).astype(jnp.int32)  # of each expert
+        rows_of = jnp.bincount(chosen, length=E).astype(jnp.int32)  # of each expert
         blocks_of = (rows_of + (block - 1)) // block
         last_row = jnp.cumsum(rows_of)  # where the rows of each expert end
         last_block = jnp.cumsum(blocks_of)
@@ -337,25 +336,25 @@ class MixtureOfExperts(nnx.Module):
             block_of_expert = i - last_block[e] + blocks_of[e]
             first = last_row[e] - rows_of[e] + block_of_expert * block
             rows = jax.lax.dynamic_slice_in_dim(padded, first, block)
-            mixed = self._mix(weighted, rows, e, _by_block)
+            mixed = self._mix(kernels, rows, e, _by_block)
             return jax.lax.dynamic_update_slice_in_dim(out, mixed, first, 0)
 
         nothing = jnp.zeros_like(padded)
-        if not known:
+        if not differentiable:
             return jax.lax.fori_loop(0, last_block[-1], add_block, nothing)[:m]
         most_blocks = jnp.arange(m // block + E, dtype=jnp.int32)
         out, _ = jax.lax.scan(lambda out, i: (add_block(i, out), None), nothing, most_blocks)
         return out[:m]
 
-    def _mix(self, weighted: dict[str, Array], x: Array, which: Array, product: Any) -> Array:
-        """Rows [m, hidden] of x through the experts `which`: i32[m] with the `product` `_by_row`,
-        or i32[], one for all of them, with `_by_block`.
+    def _mix(self, kernels: dict[str, Array], x: Array, expert: Array, multiply: Any) -> Array:
+        """Rows [m, hidden] of x through experts: `expert` is i32[m] with `multiply` `_by_row`, or
+        i32[], one for all rows, with `_by_block`.
         """
 
         def linear(x: Array, name: str) -> Array:
-            y = product(x, weighted[name], which)
-            bias = weighted.get(name + "_bias")
-            return y if bias is None else y + jnp.broadcast_to(bias[which], y.shape)
+            y = multiply(x, kernels[name], expert)
+            bias = kernels.get(name + "_bias")
+            return y if bias is None else y + jnp.broadcast_to(bias[expert], y.shape)
 
         gate = linear(x, "gate")
         up = linear(x, "up")
@@ -400,20 +399,21 @@ def route(logits: Array, k: int, *, normalised: bool) -> tuple[Array, Array]:
     return shares / total, chosen
 
 
-def _by_row(x: Array, kernel: Array, which: Array) -> Array:
+def _by_row(x: Array, kernel: Array, expert: Array) -> Array:
     """Each row of x [m, in] times the kernel [E, out, in] of its expert, as a sum with which
     XLA fuses the look-up.
 
-    A GPU reads the kernels at the rate of its memory so. With `out` as the last axis, a step of
-    gpt-oss-20b took 15.8 ms in place of 4.2 on an H100.
+    So a GPU reads the kernels at the rate of its memory. With `out` as the last axis, a step of
+    gpt-oss-20b took 15.8 ms instead of 4.2 on an H100.
     """
     return jnp.sum(
-        x.astype(jnp.float32)[:, None] * kernel[which].astype(jnp.float32), axis=2
+        x.astype(jnp.float32)[:, None] * kernel[expert].astype(jnp.float32), axis=2
     ).astype(x.dtype)
 
 
-def _by_block(x: Array, kernel: Array, which: Array) -> Array:
-    return product("mi,oi->mo", x, kernel[which])
+def _by_block(x: Array, kernel: Array, expert: Array) -> Array:
+    """All rows of x [m, in] times the kernel of one expert i32[]."""
+    return product("mi,oi->mo", x, kernel[expert])
 
 
 class Layer(nnx.Module):
@@ -454,7 +454,7 @@ class Layer(nnx.Module):
         exact: bool = False,
         selection: Selection | None = None,
     ) -> tuple[Array, LayerCache | None, Info | None]:
-        """As `Attention`; a mixer has no Info, and what is attention's alone does not concern it."""
+        """As `Attention`; a mixer has no Info, and ignores what is attention's alone."""
         placement = None if cache is None or steps else cache.placement
         normed = self.attention_norm(x)
         info = None
@@ -481,22 +481,24 @@ class Layer(nnx.Module):
                 active=active,
                 steps=steps,
             )
-        mixed = mixed if self.post_attention_norm is None else self.post_attention_norm(mixed)
+        if self.post_attention_norm is not None:
+            mixed = self.post_attention_norm(mixed)
         x = split_tokens(placement, x + mixed)
-        more = self.mlp(self.mlp_norm(x), placement)
-        more = more if self.post_mlp_norm is None else self.post_mlp_norm(more)
-        return x + split_tokens(placement, more), cache, info
+        out = self.mlp(self.mlp_norm(x), placement)
+        if self.post_mlp_norm is not None:
+            out = self.post_mlp_norm(out)
+        return x + split_tokens(placement, out), cache, info
 
 
-class _Rows(NamedTuple):
-    """Which tokens of a chunk rows take, as `Decoder` is given it."""
+class _Taken(NamedTuple):
+    """Which tokens each row takes: the arguments of a call of a `Decoder` that are arrays."""
 
     lengths: ArrayLike | None
     active: ArrayLike | None
 
 
 @dataclass(frozen=True)
-class _How:
+class _Flags:
     """The arguments of a call of a `Decoder` that are flags."""
 
     last_logits: bool
@@ -623,89 +625,74 @@ class Decoder(nnx.Module):
             of other sizes.
         """
         tokens = jnp.asarray(tokens)
-        how = _How(
+        flags = _Flags(
             last_logits=last_logits,
             first_chunk=first_chunk,
             steps=steps,
             exact=exact,
             info=info,
         )
-        rows = _Rows(lengths, active)
+        taken = _Taken(lengths, active)
         _check_size(self, cache)
         mesh = _explicit_mesh(self, tokens, cache)
         if mesh is None:
-            return self._run(tokens, cache, rows, how)
-        return _run_on_auto_axes(self, mesh, tokens, cache, rows, how)
+            return self._run(tokens, cache, taken, flags)
+        return _run_on_auto_axes(self, mesh, tokens, cache, taken, flags)
 
-    def _run(self, tokens: Array, cache: Cache | None, rows: _Rows, how: _How) -> Any:
+    def _run(self, tokens: Array, cache: Cache | None, taken: _Taken, flags: _Flags) -> Any:
         """The call of a model on one device, or on a mesh of Auto axes."""
-        lengths = rows.lengths
-        active = rows.active
-        steps = how.steps
-        if (
-            tokens.ndim != 2
-            or tokens.shape[1] == 0
-            or not jnp.issubdtype(tokens.dtype, jnp.integer)
-        ):
-            raise ValueError(
-                f"tokens must be integers [B, T >= 1], got {tokens.dtype}{list(tokens.shape)}"
-            )
+        _check_tokens(tokens)
         B, T = tokens.shape
-        if cache is not None and not hasattr(cache, "layers"):
-            raise ValueError(
-                f"a model takes the Cache of all its layers, got {short_repr(cache)}; make one with "
-                f"kvjax.init(policy, model.spec(batch={B}, capacity=...), layers={self.config.layers})"
-            )
-        if cache is not None and (steps or T == 1):
-            cache = flush(cache)  # once for all layers, before any of them reads
-        caches = (None,) * self.config.layers if cache is None else cache.layers
-        if len(caches) != self.config.layers:
-            raise ValueError(
-                f"the cache has {len(caches)} layers but the model has {self.config.layers}; "
-                f"make it with kvjax.init(..., layers={self.config.layers})"
-            )
+        stored = jnp.zeros(B, jnp.int32)
+        caches: tuple[LayerCache | None, ...] = (None,) * self.config.layers
+        if cache is not None:
+            _check_layers(self, cache, batch=B)
+            if flags.steps or T == 1:
+                cache = flush(cache)  # once for all layers, before any of them reads
+            stored = cache.length
+            _check_rows(tokens, stored)
+            caches = cache.layers
 
-        stored = jnp.zeros(B, jnp.int32) if cache is None else cache.length
-        if stored.shape != (B,):
-            raise ValueError(
-                f"tokens has B={B} but the cache has B={stored.shape[0]}; tokens{list(tokens.shape)}"
-            )
-        new = _new(lengths, B, T)
-        taken = new if active is None else jnp.where(jnp.asarray(active), new, 0)
-        final = stored + taken
+        # Embed the tokens, with angles of RoPE for their positions.
+        count = _real_tokens(taken.lengths, B, T)
+        if taken.active is not None:
+            count = jnp.where(jnp.asarray(taken.active), count, 0)
+        final = stored + count
         if cache is not None and self.config.rope.by_length:
-            cache = self.rotate_for(cache, jnp.where(taken > 0, final, 0))
+            cache = self.rotate_for(cache, jnp.where(count > 0, final, 0))
             final = _rotated_for(cache)
         x, cos, sin = self.begin(tokens, stored, final)
-        placement = None if cache is None or steps else cache.placement
+        placement = None if cache is None or flags.steps else cache.placement
         # Otherwise XLA would gather the whole table.
         x = split_tokens(placement, keep_tokens(placement, x))
+
         layers: list[Any] = []
-        infos: list[Any] = []
+        infos: list[Info | None] = []
         selection = None  # of the last layer that selected, for the layers that follow it
         for layer, layer_cache in zip(self.layers, caches, strict=True):
             follows = layer_cache is not None and layer_cache.policy.follows
-            x, layer_cache, seen = layer(
+            x, layer_cache, info = layer(
                 x,
                 cos,
                 sin,
                 layer_cache,
-                lengths=lengths,
-                active=active,
-                first_chunk=how.first_chunk,
-                steps=steps,
-                exact=how.exact,
+                lengths=taken.lengths,
+                active=taken.active,
+                first_chunk=flags.first_chunk,
+                steps=flags.steps,
+                exact=flags.exact,
                 selection=selection,
             )
-            if seen is not None and not follows:
-                selection = seen.selection
+            if info is not None and not follows:
+                selection = info.selection
             layers.append(layer_cache)
-            infos.append(seen)
+            infos.append(info)
         if cache is not None:
             cache = dataclasses.replace(cache, layers=tuple(layers))
 
-        logits = self.finish(x, lengths) if how.last_logits else self._logits(self.norm(x))
-        return (logits, cache, tuple(infos)) if how.info else (logits, cache)
+        lengths = taken.lengths
+        logits = self.finish(x, lengths) if flags.last_logits else self._logits(self.norm(x))
+        return (logits, cache, tuple(infos)) if flags.info else (logits, cache)
 
     def first_layers(self, count: int) -> Decoder:
         """The model of the first `count` layers and the head, with the same arrays, as a draft
@@ -767,14 +754,14 @@ class Decoder(nnx.Module):
         """Logits f32[B, V] of the last of `lengths` i32[B] tokens of each row, from x [B, T,
         hidden].
         """
-        # one index per row: a joint index of rows and tokens would gather the batch if devices
-        # split it
-        last = jnp.maximum(_new(lengths, *x.shape[:2]) - 1, 0)
-        return self._logits(
-            self.norm(jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0])
-        )
+        last = jnp.maximum(_real_tokens(lengths, *x.shape[:2]) - 1, 0)
+        # One index per row: a joint index of rows and tokens would gather the batch if devices
+        # split it.
+        x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
+        return self._logits(self.norm(x))
 
     def _logits(self, x: Array) -> Array:
+        """f32[..., V] of x [..., hidden]."""
         if self.head is None:
             logits = product("...h,vh->...v", x, self.embedding[...], jnp.float32)
         else:
@@ -783,7 +770,42 @@ class Decoder(nnx.Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
+def _check_tokens(tokens: Array) -> None:
+    integers = jnp.issubdtype(tokens.dtype, jnp.integer)
+    if tokens.ndim != 2 or tokens.shape[1] == 0 or not integers:
+        raise ValueError(
+            f"tokens must be integers [B, T >= 1], got {tokens.dtype}{list(tokens.shape)}"
+        )
+
+
+def _check_layers(model: Decoder, cache: Cache, *, batch: int) -> None:
+    """Raises ValueError for a cache that is not of as many layers as the model; `batch` is that
+    of the tokens.
+    """
+    wanted = model.config.layers
+    if not hasattr(cache, "layers"):
+        raise ValueError(
+            f"a model takes the Cache of all its layers, got {short_repr(cache)}; make one with "
+            f"kvjax.init(policy, model.spec(batch={batch}, capacity=...), layers={wanted})"
+        )
+    if len(cache.layers) != wanted:
+        raise ValueError(
+            f"the cache has {len(cache.layers)} layers but the model has {wanted}; "
+            f"make it with kvjax.init(..., layers={wanted})"
+        )
+
+
+def _check_rows(tokens: Array, stored: Array) -> None:
+    """Raises ValueError for tokens of more or fewer rows than the cache, which has `stored`."""
+    B = tokens.shape[0]
+    if stored.shape != (B,):
+        raise ValueError(
+            f"tokens has B={B} but the cache has B={stored.shape[0]}; tokens{list(tokens.shape)}"
+        )
+
+
 def _rotated_for(cache: Cache) -> Array:
+    """i32[B]: the length of the text for which each row rotates its keys."""
     if cache.rotated_for is None:
         raise ValueError(
             "this model's RoPE depends on the length of a text, which the cache must remember for each row; make it "
@@ -792,8 +814,8 @@ def _rotated_for(cache: Cache) -> Array:
     return as_rows(cache, cache.rotated_for)
 
 
-def _new(lengths: ArrayLike | None, rows: int, tokens: int) -> Array:
-    """i32[B]: the real tokens of each row of a chunk."""
+def _real_tokens(lengths: ArrayLike | None, rows: int, tokens: int) -> Array:
+    """i32[B]: the real tokens of each row of a chunk of `tokens` per row."""
     if lengths is None:
         return jnp.full(rows, tokens, jnp.int32)
     return jnp.clip(jnp.asarray(lengths, jnp.int32), 0, tokens)
@@ -825,9 +847,8 @@ def _explicit_mesh(model: Decoder, tokens: Array, cache: Cache | None) -> Abstra
     around = jax.sharding.get_abstract_mesh()
     if not own or AxisType.Manual in around.axis_types:
         return None
-    return (
-        own[0] if any(AxisType.Explicit in mesh.axis_types for mesh in (around, *own)) else None
-    )
+    explicit = any(AxisType.Explicit in mesh.axis_types for mesh in (around, *own))
+    return own[0] if explicit else None
 
 
 def _run_on_auto_axes(
@@ -835,8 +856,8 @@ def _run_on_auto_axes(
     mesh: AbstractMesh,
     tokens: Array,
     cache: Cache | None,
-    given: _Rows,
-    how: _How,
+    taken: _Taken,
+    flags: _Flags,
 ) -> Any:
     """A call in which XLA splits the products over the axes of `mesh`; results have types of
     the surrounding mesh.
@@ -845,30 +866,28 @@ def _run_on_auto_axes(
     as the parameter that produces it.
     """
     placement = getattr(cache, "placement", None)
-    rows, T = (
-        (*_axes_in_type(tokens), None, None)[:2]
-        if placement is None
-        else (placement.batch, None)
-    )
-    vocabulary = (
-        _axes_in_type(model.embedding[...])[:1]
-        if model.head is None
-        else _axes_in_type(model.head.kernel[...])[1:]
-    )
-    split = PartitionSpec(rows, *(() if how.last_logits else (T,)), *vocabulary)
-    heads = (
-        PartitionSpec() if placement is None else placement.spec("TBK" if how.steps else "BK")
-    )
+    if placement is None:
+        rows, columns = (*_axes_in_type(tokens), None, None)[:2]
+        heads = PartitionSpec()
+    else:
+        rows = placement.batch
+        columns = None
+        heads = placement.spec("TBK" if flags.steps else "BK")
+    if model.head is None:
+        vocabulary = _axes_in_type(model.embedding[...])[:1]
+    else:
+        vocabulary = _axes_in_type(model.head.kernel[...])[1:]
+    tokens_axes = () if flags.last_logits else (columns,)
+    split = PartitionSpec(rows, *tokens_axes, *vocabulary)
+
     around = jax.sharding.get_abstract_mesh()
     with jax.sharding.use_abstract_mesh(auto_axes(mesh)):
-        model, tokens, given = jax.tree.map(to_context, (model, tokens, given))
-        logits, cache, *infos = model._run(tokens, cache, given, how)
+        model, tokens, taken = jax.tree.map(to_context, (model, tokens, taken))
+        logits, cache, *infos = model._run(tokens, cache, taken, flags)
     with jax.sharding.use_abstract_mesh(mesh if around.empty else around):
-        return (
-            to_context(logits, split),
-            cache,
-            *jax.tree.map(lambda x: to_context(x, heads), infos),
-        )
+        logits = to_context(logits, split)
+        infos = jax.tree.map(lambda x: to_context(x, heads), infos)
+        return (logits, cache, *infos)
 
 
 def _axes_in_type(x: Array) -> tuple[Any, ...]:
@@ -894,6 +913,7 @@ def embed(table: Array, tokens: Array) -> Array:
     A single token is looked up twice. XLA turns one look-up into a slice, and to slice a table
     that is split over devices it gathers the whole table on each of them, in every step.
     """
-    one = tokens.size == 1
-    rows = table.at[jnp.concatenate([tokens, tokens]) if one else tokens].get(mode="clip")
-    return rows[:1] if one else rows
+    if tokens.size == 1:
+        twice = jnp.concatenate([tokens, tokens])
+        return table.at[twice].get(mode="clip")[:1]
+    return table.at[tokens].get(mode="clip")
