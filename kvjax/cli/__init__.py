@@ -88,9 +88,7 @@ def _common(
     ] = True,
 ) -> None:
     """KV caches for long-context decoding in JAX."""
-    if (
-        context.invoked_subcommand != "generate"
-    ):  # which turns it on when its programs are compiled
+    if context.invoked_subcommand != "generate":  # it does so when its programs are compiled
         collect_garbage()
     if not compilation_cache:
         os.environ["KVJAX_COMPILATION_CACHE"] = "off"
@@ -154,11 +152,10 @@ def main(args: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("KVJAX_TRACEBACK"):
             raise
-        usage = hasattr(
-            error, "format_message"
-        )  # click's errors, wherever typer's version keeps their class
-        say(f"error: {cut(_usage(error) if usage else _one_line(error))}")
-        return 2 if usage or _is_request(error) else 1
+        # One of click's errors, wherever typer's version keeps their class.
+        is_usage = hasattr(error, "format_message")
+        say(f"error: {cut(_usage(error) if is_usage else _one_line(error))}")
+        return 2 if is_usage or _is_request(error) else 1
 
 
 def _reader_gone() -> int:
@@ -172,7 +169,8 @@ def _reader_gone() -> int:
 
 def _usage(error: Any) -> str:
     """Click's usage error on one line, with the command that lists the options."""
-    message, context = " ".join(error.format_message().split()), error.ctx
+    message = " ".join(error.format_message().split())
+    context = error.ctx
     if context is None:
         return message
     if "extra argument" in message:
@@ -193,10 +191,12 @@ def _one_line(error: Exception) -> str:
         ways = "a smaller model, a shorter prompt, --dtype bfloat16, or a smaller --batch or --parallel where available"
         return f"out of memory; use {ways} ({message[:200]})"
     if isinstance(error, OSError) and error.strerror:
-        cure = "; give a path that exists and that you may use" * isinstance(
-            error, FileNotFoundError | PermissionError
-        )
-        return f"{error.filename}: {error.strerror}{cure}" if error.filename else error.strerror
+        if not error.filename:
+            return error.strerror
+        cure = ""
+        if isinstance(error, FileNotFoundError | PermissionError):
+            cure = "; give a path that exists and that you may use"
+        return f"{error.filename}: {error.strerror}{cure}"
     known = ValueError | NotImplementedError | OSError | RuntimeError | MemoryError
     if isinstance(error, known) or _lacks_extra(error):
         return message or type(error).__name__

@@ -87,13 +87,13 @@ def in_layers(attended: Sequence[float], prompt: int, new: int) -> str:
     >>> in_layers([2832, 2832, 256, 256, 256, 256, 256, 256], 2829, 5)
     '256 of 2832 tokens in 6 layers, 2832 in 2'
     """
-    layers_of = sorted(Counter(round(float(mean)) for mean in attended).items())
+    layers_by_tokens = sorted(Counter(round(float(mean)) for mean in attended).items())
     stored = round(prompt + (new + 1) / 2)  # at the mean step, its own token included
-    fewest, layers = layers_of[0]
-    most, others = layers_of[-1]
-    if len(layers_of) == 1:
+    fewest, layers = layers_by_tokens[0]
+    most, others = layers_by_tokens[-1]
+    if len(layers_by_tokens) == 1:
         return f"{fewest} of {stored} tokens"
-    if len(layers_of) > 2:
+    if len(layers_by_tokens) > 2:
         return f"{fewest} to {most} of {stored} tokens, by layer"
     return (
         f"{fewest} of {stored} tokens in {layers} layer{'s' * (layers > 1)}, {most} in {others}"
@@ -131,23 +131,23 @@ def run_job(
             logits = steps_of(job.checkpoint.config, cache)[0].logits
             ran = ahead.submit(cached_on_disk, implementations, job.policy, job.spec, logits)
         run, prefill_seconds = _read_prompt(job, models, cache, block, progress, times)
-        compile_seconds = ahead.wait()
-        if compile_seconds:
-            times.add(ahead.started, ahead.started + compile_seconds, ahead.summary())
+        ahead_seconds = ahead.wait()
+        if ahead_seconds:
+            times.add(ahead.started, ahead.started + ahead_seconds, ahead.summary())
         begin = time.perf_counter()
-        compiled = run.compile_seconds
+        compiled_before = run.compile_seconds
         text = _collect(run, job.max_new_tokens, progress) if show is None else ""
     waited = 0.0 if show is None else _show(run, show, ahead)
     end = time.perf_counter()
     new = len(run.rows[0])
     times.add(begin, end, f"{new} new tokens, the first text after {waited:.2f} s")
     return Answer(
-        run,
-        text,
-        compile_seconds + run.compile_seconds,
-        prefill_seconds,
-        end - begin - (run.compile_seconds - compiled),
-        {} if ran is None else ran.result(),
+        run=run,
+        text=text,
+        compile_seconds=ahead_seconds + run.compile_seconds,
+        prefill_seconds=prefill_seconds,
+        decode_seconds=end - begin - (run.compile_seconds - compiled_before),
+        implementations={} if ran is None else ran.result(),
     )
 
 
@@ -182,7 +182,7 @@ def _with_draft(job: Job, model: Decoder) -> _Models:
     from kvjax.generation.drafts import DraftModel
 
     if job.draft_directory is None:
-        return _Models(model, job.lookup)
+        return _Models(model, job.own_draft)
     small = load_checkpoint(job.draft_directory, dtype=job.dtype).model
     return _Models(model, DraftModel(small))
 

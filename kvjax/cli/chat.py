@@ -85,7 +85,7 @@ def chat(
     check_utf8("--system", system)
     check_new_tokens(max_new_tokens)
     draft = None if speculate is None else drafts.parse(speculate)
-    kind = dtype_name(dtype)
+    dtype = dtype_name(dtype)
     directory = model_directory(model_dir)
     unloaded = without_weights(directory)
     goes_on = _goes_on(resume, unloaded)
@@ -94,7 +94,7 @@ def chat(
             f"--system opens a conversation, and {resume} holds one that has begun; leave it out, "
             "or give another folder"
         )
-    check_holds(cache, policy, unloaded, kind, draft)
+    check_holds(cache, policy, unloaded, dtype, draft)
     _check_template(unloaded, settings)
 
     # Run.
@@ -103,7 +103,7 @@ def chat(
         say(f"loading {directory.name}; each line of stdin is a message")
     progress = bars()
     with progress, bar(progress, "loading weights"):
-        checkpoint = load_checkpoint(directory, dtype=kind)
+        checkpoint = load_checkpoint(directory, dtype=dtype)
     talk = checkpoint.chat(
         system=system,
         cache=policy,

@@ -82,7 +82,7 @@ def compare(
     from kvjax.generation import drafts
 
     # Parse: what is wrong is said here, before the weights are read.
-    kind = dtype_name(dtype)
+    dtype = dtype_name(dtype)
     directory = model_directory(model_dir)
     text = read_prompt(prompt, prompt_file, example=example)
     asked = [{"role": "user", "content": text}] if chat else text
@@ -109,7 +109,7 @@ def compare(
     # Run.
     with progress, bar(progress, "comparing") as advance_to:
         found = answer_rows(
-            load_checkpoint(directory, dtype=kind),
+            load_checkpoint(directory, dtype=dtype),
             rows,
             tokens,
             max_new_tokens=new,

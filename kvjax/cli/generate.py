@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,10 +44,12 @@ from kvjax.cli.options import (
 from kvjax.cli.prompts import EXAMPLE_TOKENS, read_prompt
 from kvjax.cli.terminal import Timeline, bar, bars, collect_garbage, say, write, write_json
 
-JSON_BLOCK = 16  # decode steps between two transfers to the host; --json does not stream
-# On a GPU the host then calls programs ahead, and a step takes some milliseconds.
-TEXT_BLOCK = 4
-SLOTS = 8
+# Tokens between two looks of the host at the answer.
+JSON_BLOCK = 16  # --json does not stream
+TEXT_BLOCK = (
+    4  # on a GPU, where the host then calls programs ahead; 4 steps take some milliseconds
+)
+SLOTS = 8  # prompts of --prompts that are answered at the same time
 
 
 def generate(
@@ -168,7 +170,6 @@ def generate(
     if not distributed:  # such a process joins the others before it asks for devices
         _start_devices()
 
-    from kvjax.generation import drafts
     from kvjax.generation.sampling import requested_sampling
 
     # Parse: what is wrong is said here, before anything takes long.
@@ -181,9 +182,8 @@ def generate(
     _check_drafts(speculate, draft, sparse_prompt)
     texts = texts or []
     if prompts is not None or len(texts) > 1:
-        what = "several --prompt" if prompts is None else "--prompts"
         _refuse_together(
-            what,
+            "several --prompt" if prompts is None else "--prompts",
             {
                 "--prompt": prompts is not None and texts,
                 "--prompt-file": prompt_file,
@@ -219,7 +219,7 @@ def generate(
         join_processes()
         _start_devices()
     placement = make_placement(mesh, selection)
-    kind = dtype_name(dtype)
+    dtype = dtype_name(dtype)
     directory = model_directory(model_dir)
     text = read_prompt(texts[0] if texts else None, prompt_file, example=example)
     if example and max_new_tokens is None:
@@ -228,9 +228,10 @@ def generate(
     import jax
 
     import kvjax
+    from kvjax.generation import drafts
     from kvjax.presets import check_reaches
 
-    lookup = None if speculate is None else drafts.parse(speculate)
+    own_draft = None if speculate is None else drafts.parse(speculate)
     progress = bars()
     with progress, bar(progress, "loading the tokenizer"), times.row("tokenizer") as words:
         checkpoint = without_weights(directory)
@@ -246,12 +247,12 @@ def generate(
         tokens=tokens,
         policy=policy,
         placement=placement,
-        dtype=kind,
+        dtype=dtype,
         max_new_tokens=new_tokens(checkpoint, len(tokens), max_new_tokens),
         stop_tokens=checkpoint.chat_stop_tokens if chat else checkpoint.stop_tokens,
         sampling=sampling,
         key=None if sampling.greedy else jax.random.key(seed),
-        lookup=lookup,
+        own_draft=own_draft,
         draft_directory=None if draft is None else model_directory(draft),
         sparse_prompt=sparse_prompt,
     )
@@ -262,11 +263,16 @@ def generate(
     if example and prints and not as_json:
         new = job.max_new_tokens
         say(f"Continuing {len(tokens)} prompt tokens by {new} new ones; the answer follows.")
-    show = None if as_json else write if prints else _show_nothing
     backend = jax.default_backend()
-    block = JSON_BLOCK if as_json else 1 if backend == "cpu" else TEXT_BLOCK
     explains = prints and (as_json or verbose or backend == "gpu")
-    answer = run_job(job, progress, times, show=show, block=block, explains=explains)
+    answer = run_job(
+        job,
+        progress,
+        times,
+        show=_shows_by(prints=prints, as_json=as_json),
+        block=_block(backend, as_json=as_json),
+        explains=explains,
+    )
     kvjax.raise_on_overflow(answer.run.cache)
 
     # Print.
@@ -277,7 +283,7 @@ def generate(
             "model": str(directory),
             "cache": cache,
             "budget": tokens_read,
-            "dtype": kind,
+            "dtype": dtype,
             "implementations": answer.implementations,
             "backend": backend,
         }
@@ -341,8 +347,24 @@ def _find_devices() -> None:
         jax.devices()
 
 
+def _shows_by(*, prints: bool, as_json: bool) -> Callable[[str], None] | None:
+    """A function that shows a piece of text: the first process `prints` it, the others drop it.
+    None: the text is collected, for the JSON.
+    """
+    if as_json:
+        return None
+    return write if prints else _show_nothing
+
+
 def _show_nothing(piece: str) -> None:
-    """Drops a piece of text, as processes do beside the first."""
+    """Drops a piece of text."""
+
+
+def _block(backend: str, *, as_json: bool) -> int:
+    """Tokens between two looks of the host at the answer."""
+    if as_json:
+        return JSON_BLOCK
+    return 1 if backend == "cpu" else TEXT_BLOCK
 
 
 def _print_cost(

@@ -36,20 +36,23 @@ class Job:
     stop_tokens: tuple[int, ...]
     sampling: Sampling
     key: Array | None  # None for greedy decoding
-    lookup: PromptLookup | SelfDraft | None  # a draft that needs no model of its own
-    draft_directory: Path | None  # of a model that drafts
+    own_draft: PromptLookup | SelfDraft | None  # of --speculate, without a second model
+    draft_directory: Path | None  # of --draft, a model that drafts
     sparse_prompt: float | None
 
     @property
     def short(self) -> bool:
-        """True if decode steps run one layer at a time, which compiles less."""
+        """True if the answer is so short that decode steps run one layer at a time: they are
+        slower, and less has to compile.
+        """
         return self.max_new_tokens <= SHORT
 
     @property
     def compiles_ahead(self) -> bool:
         """True if its programs can compile while weights are read. Those with drafts or a
-        sparse prompt, and those on several devices, compile when they first run."""
-        drafts = self.lookup is not None or self.draft_directory is not None
+        sparse prompt, and those on several devices, compile when they first run.
+        """
+        drafts = self.own_draft is not None or self.draft_directory is not None
         return not drafts and self.sparse_prompt is None and self.placement is None
 
     @property
@@ -98,5 +101,5 @@ class Job:
 
         if self.draft_directory is not None:
             check_takes_drafts(shapes, DraftModel.tokens)
-        elif self.lookup is not None:
-            check_draft(self.lookup, shapes)
+        elif self.own_draft is not None:
+            check_draft(self.own_draft, shapes)

@@ -203,6 +203,7 @@ def check_template_use(settings: dict[str, Any] | None, *, chat: bool) -> None:
 
 
 def dtype_name(name: str | None) -> str:
+    """The full name of the dtype that --dtype gives; without it, the default of this backend."""
     from kvjax.spec import cache_dtype, default_dtype
 
     return default_dtype() if name is None else cache_dtype(DTYPES.get(name, name)).name
@@ -217,6 +218,9 @@ def at_home(what: str, path: Path) -> Path:
 
 
 def model_directory(given: Path | None) -> Path:
+    """The directory of the model, by default that of the one that ships with kvjax; raises
+    ValueError or FileNotFoundError if it holds none.
+    """
     from kvjax.models.weights import check_directory, shipped
 
     if given is None:
@@ -257,7 +261,8 @@ MESH_AXES = ("data", "model", "ctx")
 def make_placement(mesh: str | None, selection: str | None = None) -> Placement | None:
     """The placement that `mesh` describes, such as "model=4,ctx=2", for one row: `model` splits
     its KV heads and `ctx` its tokens, among which steps select by `selection`; `data` replicates
-    both."""
+    both.
+    """
     if selection is not None:
         from kvjax.sharding.placement import Selecting
 
@@ -268,22 +273,17 @@ def make_placement(mesh: str | None, selection: str | None = None) -> Placement 
             raise ValueError(f"--selection {selection} needs tokens over devices: --mesh ctx=N")
     if mesh is None:
         return None
-    sizes: dict[str, int] = {}
-    for part in mesh.split(","):
-        name, _, number = part.partition("=")
-        if name not in MESH_AXES or name in sizes or not number.isdecimal() or int(number) < 1:
-            raise ValueError(
-                f"--mesh takes data=N, model=N and ctx=N with commas between them, each at most once; got {mesh!r}"
-            )
-        sizes[name] = int(number)
+    sizes = _mesh_sizes(mesh)
     import jax
     import numpy as np
 
     from kvjax import Placement
 
-    wanted, known = math.prod(sizes.values()), jax.device_count()
-    if wanted > known or (jax.process_count() > 1 and wanted != known):
-        cure = "at most" if jax.process_count() == 1 else "exactly"
+    wanted = math.prod(sizes.values())
+    known = jax.device_count()
+    one_process = jax.process_count() == 1
+    if wanted > known or (wanted < known and not one_process):
+        cure = "at most" if one_process else "exactly"
         raise ValueError(
             f"--mesh {mesh} asks for {wanted} devices; there are {known}, so give sizes whose product is {cure} {known}"
         )
@@ -296,6 +296,19 @@ def make_placement(mesh: str | None, selection: str | None = None) -> Placement 
         context="ctx",
         selection="share" if selection == "share" else "exact",
     )
+
+
+def _mesh_sizes(mesh: str) -> dict[str, int]:
+    """The sizes of axes that a text such as "model=4,ctx=2" names."""
+    sizes: dict[str, int] = {}
+    for part in mesh.split(","):
+        name, _, number = part.partition("=")
+        if name not in MESH_AXES or name in sizes or not number.isdecimal() or int(number) < 1:
+            raise ValueError(
+                f"--mesh takes data=N, model=N and ctx=N with commas between them, each at most once; got {mesh!r}"
+            )
+        sizes[name] = int(number)
+    return sizes
 
 
 def capacity_over(capacity: int, placement: Placement | None) -> int:
@@ -334,9 +347,11 @@ def size(
     option: str, text: str, wanted: str = "one whole number from 1, such as 8192, 8K or 1M"
 ) -> int:
     """Parses one number, optionally with the unit K or M: "8K" gives 8192."""
-    number, unit = (
-        (text[:-1], UNITS[text[-1].upper()]) if text[-1:].upper() in tuple(UNITS) else (text, 1)
-    )
+    number = text
+    unit = 1
+    if text[-1:].upper() in tuple(UNITS):
+        number = text[:-1]
+        unit = UNITS[text[-1].upper()]
     if not (number.isascii() and number.strip().isdecimal()) or int(number) < 1:
         raise ValueError(f"{option} takes {wanted}; got {text!r}")
     from kvjax.spec import require_int
@@ -403,8 +418,9 @@ def implementations(policy: PerLayer, spec: CacheSpec, logits: Logits) -> dict[s
         st = own.update_for_step(own.flush(own.init(spec)), k, k, every, Step(logits))
         return own.attend(st, q, Step(logits))[:2]
 
+    kinds = dict.fromkeys(one.of_size(spec) for one in (*policy.first, policy.rest))
     with ops.explained() as found:
-        for own in dict.fromkeys(one.of_size(spec) for one in (*policy.first, policy.rest)):
+        for own in kinds:
             jax.eval_shape(partial(step, own))
     return {call.op: f"{call.implementation}: {call.reason}" for call in found}
 

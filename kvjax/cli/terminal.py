@@ -46,7 +46,8 @@ def bar(progress: Progress, what: str, *, total: int | None = None) -> Iterator[
     a terminal, a line with the latest progress goes there every LOG_EVERY seconds instead,
     whether or not it changed.
     """
-    latest, over = [what], threading.Event()
+    latest = [what]
+    over = threading.Event()
     task = progress.add_task(what, total=total)
 
     def advance_to(done: int, of: int | None = None, item: str | None = None) -> None:
@@ -81,23 +82,19 @@ class Timeline:
     def __init__(self) -> None:
         now = time.perf_counter()
         try:
-            ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-            self._start = (
-                now - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
-            )
-        except (
-            OSError,
-            AttributeError,
-            ValueError,
-            IndexError,
-        ):  # another system, where it begins here
-            self._start = now
+            # Field 22 of the process, the ticks from the start of the system to its own: man proc_pid_stat.
+            fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+            after_boot = float(fields[19]) / os.sysconf("SC_CLK_TCK")
+            self._start = now - time.clock_gettime(time.CLOCK_BOOTTIME) + after_boot
+        except (OSError, AttributeError, ValueError, IndexError):
+            self._start = now  # another system, where it begins here
         self._rows = [(self._start, now, "start, imports")]
 
     @contextmanager
     def row(self, what: str) -> Iterator[list[str]]:
         """Times the block; more words for its line can be put into the list that it yields."""
-        words, begin = [what], time.perf_counter()
+        words = [what]
+        begin = time.perf_counter()
         yield words
         self.add(begin, time.perf_counter(), ", ".join(words))
 

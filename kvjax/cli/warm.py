@@ -62,7 +62,7 @@ def warm(
 
     # Parse.
     policy, _ = make_policy(cache, budget)
-    kind = dtype_name(dtype)
+    dtype = dtype_name(dtype)
     tokens = size("--capacity", capacity)
     checkpoint = without_weights(model_directory(model_dir))
     positions = checkpoint.config.max_positions
@@ -70,7 +70,7 @@ def warm(
         raise ValueError(
             f"--capacity {capacity} is more than the model's {positions} positions; give at most {positions}"
         )
-    check_holds(cache, policy, checkpoint, kind)
+    check_holds(cache, policy, checkpoint, dtype)
     folder = keep_programs()
     if folder is None:
         raise ValueError(
@@ -80,7 +80,7 @@ def warm(
     # Run.
     begin = time.perf_counter()
     before = _bytes(folder)
-    model = decoder_of_shapes(checkpoint.config, kind)
+    model = decoder_of_shapes(checkpoint.config, dtype)
     rounded = round_capacity(tokens, rows=batch, positions=positions)
     spec = model.spec(batch=batch, capacity=rounded)
     programs = _programs(checkpoint, model, policy, spec, draws=temperature)
