@@ -395,6 +395,8 @@ def check_takes_drafts(cache: Cache, tokens: int) -> None:
 @register_dataclass
 @dataclass(frozen=True)
 class _LookupDrafter:
+    """Looks for the last tokens in the text so far."""
+
     text: Array  # i32[B, L] prompt and generated tokens
     length: Array  # i32[B]
     ngram: int = dataclasses.field(metadata={"static": True})
@@ -420,21 +422,25 @@ class _LookupDrafter:
         one = jnp.ones_like(now.token)
         L = self.text.shape[1]
         text = _append(self.text, self.length, now.token[:, None], one)
-        n = self.length + 1
+        length = self.length + 1
         place = jnp.arange(L, dtype=jnp.int32)[None]
-        start = jnp.full_like(n, -1)  # where the continuation of the longest run begins
+
+        # Where the longest earlier occurrence of the last tokens goes on; -1: there is none.
+        start = jnp.full_like(length, -1)
         # The i + 1 tokens that end at this place are the last i + 1 of the text.
         same = jnp.ones(text.shape, bool)
         for i in range(self.ngram):
-            last = jnp.take_along_axis(text, jnp.maximum(n - 1 - i, 0)[:, None], axis=1)
+            last = jnp.take_along_axis(text, jnp.maximum(length - 1 - i, 0)[:, None], axis=1)
             same &= (jnp.roll(text, i, axis=1) == last) & (place >= i)
-            found = jnp.max(jnp.where(same & (place < (n - 1)[:, None]), place, -1), axis=1)
-            start = jnp.where(found >= 0, found + 1, start)
-        at = jnp.minimum(
-            start[:, None] + jnp.arange(self.max_tokens, dtype=jnp.int32)[None], L - 1
-        )
-        count = jnp.where(start >= 0, jnp.minimum(n - start, self.max_tokens), 0)
+            earlier = same & (place < (length - 1)[:, None])
+            latest = jnp.max(jnp.where(earlier, place, -1), axis=1)
+            start = jnp.where(latest >= 0, latest + 1, start)
+
+        # The tokens after it, up to the end of the text.
+        steps = jnp.arange(self.max_tokens, dtype=jnp.int32)[None]
+        at = jnp.minimum(start[:, None] + steps, L - 1)
         tokens = jnp.take_along_axis(text, jnp.maximum(at, 0), axis=1)
+        count = jnp.where(start >= 0, jnp.minimum(length - start, self.max_tokens), 0)
         return Proposal(tokens, count, now.cache, self)
 
     def accept(self, tokens: Array, taken: Array, drafted: Array) -> _LookupDrafter:
@@ -445,8 +451,10 @@ class _LookupDrafter:
 @register_dataclass
 @dataclass(frozen=True)
 class _ModelDrafter:
+    """Drafts by steps of a smaller model, which has a cache of its own."""
+
     model: Any
-    cache: Cache
+    cache: Cache  # of the smaller model; holds the accepted tokens
     length: Array  # i32[B] tokens that were accepted
     max_tokens: int = dataclasses.field(metadata={"static": True})
 
@@ -518,47 +526,67 @@ class _SelfDrafter:
         return dataclasses.replace(self, compared=compared, right=right)
 
     def pays(self, active: Array, most: Array) -> Array:
-        return (self.length(active) > 0) & jnp.any(most > 0)
+        return (self.best_length(active) > 0) & jnp.any(most > 0)
 
     def propose(self, now: Round) -> Proposal:
         before = now.cache.length
-        steps = jnp.minimum(self.length(now.active), jnp.max(now.most))
-        together = self.steps_per_selection
-
-        def feed(i: Array, cache: Cache, fed: Array) -> tuple[Cache, Array]:
-            cache, token = _draft_step(now, now.model, cache, fed, i, i < now.most)
-            return cache, fed.at[:, i + 1].set(token)
-
-        def feed_by_one_selection(
-            carry: tuple[Array, Cache, Array],
-        ) -> tuple[Array, Cache, Array]:
-            """A step that selects, and those that attend to what it selected."""
-            i, cache, fed = carry
-            cache, fed = feed(i, keeping_selections(cache, together), fed)
-            again = attending_again(cache)
-            end = jnp.minimum(i + together, steps)
-            cache, fed = lax.fori_loop(
-                i + 1, end, lambda j, drafts: feed(j, *drafts), (again, fed)
-            )
-            return end, without_selections(cache), fed
-
+        steps = jnp.minimum(self.best_length(now.active), jnp.max(now.most))
+        # The token of the round, and those drafted after it.
         fed = jnp.zeros((now.token.shape[0], self.max_tokens + 1), jnp.int32)
         fed = fed.at[:, 0].set(now.token)
-        if together == 1:
-            cache, fed = lax.fori_loop(
-                0, steps, lambda i, drafts: feed(i, *drafts), (now.cache, fed)
-            )
+        if self.steps_per_selection == 1:
+            cache, fed = self._feed(now, now.cache, fed, 0, steps)
         else:
-            start = jnp.zeros((), jnp.int32), now.cache, fed
-            _, cache, fed = lax.while_loop(
-                lambda carry: carry[0] < steps, feed_by_one_selection, start
-            )
+            cache, fed = self._feed_by_selections(now, fed, steps)
         # Keys and values of the draft come from hidden states of sparse steps, so the step that
         # verifies stores its own in their place.
         cache = rollback(cache, before)
         return Proposal(fed[:, 1:], jnp.minimum(steps, now.most), cache, self)
 
-    def length(self, active: Array) -> Array:
+    def _feed_by_selections(self, now: Round, fed: Array, steps: Array) -> tuple[Cache, Array]:
+        """`_feed` of the first `steps` tokens, of which each `steps_per_selection` attend to one
+        selection.
+        """
+        together = self.steps_per_selection
+
+        def more(drafts: tuple[Array, Cache, Array]) -> Array:
+            i, _, _ = drafts
+            return i < steps
+
+        def feed_by_one_selection(
+            drafts: tuple[Array, Cache, Array],
+        ) -> tuple[Array, Cache, Array]:
+            """A step that selects, and those that attend to what it selected."""
+            i, cache, fed = drafts
+            cache, fed = self._feed_one(now, keeping_selections(cache, together), fed, i)
+            end = jnp.minimum(i + together, steps)
+            cache, fed = self._feed(now, attending_again(cache), fed, i + 1, end)
+            return end, without_selections(cache), fed
+
+        start = jnp.zeros((), jnp.int32), now.cache, fed
+        _, cache, fed = lax.while_loop(more, feed_by_one_selection, start)
+        return cache, fed
+
+    def _feed(
+        self, now: Round, cache: Cache, fed: Array, start: Array | int, end: Array
+    ) -> tuple[Cache, Array]:
+        """Feeds the tokens [start, end) of `fed` i32[B, n] to the model, of which each step draws
+        the next one.
+        """
+
+        def feed_one(i: Array, drafts: tuple[Cache, Array]) -> tuple[Cache, Array]:
+            cache, fed = drafts
+            return self._feed_one(now, cache, fed, i)
+
+        cache, fed = lax.fori_loop(start, end, feed_one, (cache, fed))
+        return cache, fed
+
+    def _feed_one(self, now: Round, cache: Cache, fed: Array, i: Array) -> tuple[Cache, Array]:
+        """Feeds token i of `fed`, in the rows that may draft one after it."""
+        cache, token = _draft_step(now, now.model, cache, fed, i, i < now.most)
+        return cache, fed.at[:, i + 1].set(token)
+
+    def best_length(self, active: Array) -> Array:
         """i32[]: the tokens of a draft for which the most tokens are expected in the least
         time.
 
@@ -567,14 +595,16 @@ class _SelfDrafter:
         one token in that of a step of full attention.
         """
         rate = (self.right + USUAL * TRUST) / (self.compared + TRUST)
-        powers = jnp.broadcast_to(rate[:, None], (rate.shape[0], self.max_tokens))
+        rates = jnp.broadcast_to(rate[:, None], (rate.shape[0], self.max_tokens))
         # The tokens that are right of a draft of 1, 2, ... tokens.
-        right = jnp.cumsum(jnp.cumprod(powers, axis=1), axis=1)
+        right = jnp.cumsum(jnp.cumprod(rates, axis=1), axis=1)
         gained = 1 + jnp.pad(right, ((0, 0), (1, 0)))  # f32[B, 1 + max_tokens]
         gained = jnp.sum(jnp.where(active[:, None], gained, 0.0), axis=0)
         drafted = jnp.arange(self.max_tokens + 1, dtype=jnp.float32)
-        verified = jnp.where(drafted > 0, 1.0, 1 / VERIFICATION)
-        return jnp.argmax(gained / (verified + drafted * self.price)).astype(jnp.int32)
+        # In the time of a verification; without a draft, a step of full attention.
+        verify_time = jnp.where(drafted > 0, 1.0, 1 / VERIFICATION)
+        speed = gained / (verify_time + drafted * self.price)
+        return jnp.argmax(speed).astype(jnp.int32)
 
     def accept(self, tokens: Array, taken: Array, drafted: Array) -> _SelfDrafter:
         right = jnp.maximum(taken - 1, 0)  # of the draft
@@ -611,13 +641,16 @@ def _as_wide(logits: Array, vocabulary: int) -> Array:
 
 
 def _append(text: Array, length: Array, tokens: Array, count: Array) -> Array:
+    """`text` i32[B, L] of `length` tokens i32[B], with the first `count` i32[B] of `tokens`
+    i32[B, T] after them.
+    """
     i = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     at = jnp.where(i < count[:, None], length[:, None] + i, text.shape[1])
     return put_last(text, at, tokens)
 
 
 def accepted(drawn: Array, draft: Array, count: Array, ended: Array) -> Array:
-    """Says how many of the first `count` tokens of draft i32[B, M] are accepted: i32[B].
+    """How many of the first `count` i32[B] tokens of draft i32[B, M] are accepted: i32[B].
 
     `drawn` i32[B, M] are the tokens that the model draws in their places. `ended` bool[B, M] is
     true where the token before ends the text.

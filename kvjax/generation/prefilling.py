@@ -8,6 +8,7 @@ is donated.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from itertools import product
@@ -67,7 +68,7 @@ class Chunk(NamedTuple):
     """A chunk of a prompt, as it is compiled."""
 
     size: int  # tokens of each row, padding included
-    alone: bool  # it attends to nothing but itself, as the cache is empty
+    is_first: bool  # the cache is empty, so that it attends to nothing but itself
 
 
 class Pass(NamedTuple):
@@ -239,17 +240,19 @@ def prefill(
 
     logits: Array | None = None
     start = 0
-    for size, alone in chunks:
+    for size, is_first in chunks:
         columns = slice(start, start + size)
         for share, real in _passes(count - start, size, sparse_prompt):
             with sparse_prompts(share):
-                new, cache = _read(model, cache, prompt[:, columns], real, first_chunk=alone)
+                new, cache = _read(model, cache, prompt[:, columns], real, first_chunk=is_first)
             # A row whose last token is in this chunk gets its logits here; a row that ended
             # earlier keeps its own.
-            kept = logits is not None and (
-                isinstance(real, jax.core.Tracer) or not np.all(real > 0)
-            )
-            logits = _keep_rows(real > 0, new, logits) if kept else new
+            if logits is None:
+                logits = new
+            elif isinstance(real, jax.core.Tracer) or not np.all(real > 0):
+                logits = _keep_rows(real > 0, new, logits)
+            else:
+                logits = new
         start += size
         if progress is not None:
             jax.block_until_ready(logits)
@@ -332,12 +335,13 @@ def _passes(left: Any, size: int, share: float | None) -> list[Pass]:
     the lengths of the others.
     """
     real = left.clip(0, size).astype(np.int32)
+    all_exact = [Pass(None, real)]
     if share is None:
-        return [Pass(None, real)]
+        return all_exact
     goes_on = left > size
     sparse = Pass(share, np.where(goes_on, real, 0))
     exact = Pass(None, np.where(goes_on, 0, real))
-    return [one for one in (sparse, exact) if np.any(one.tokens)] or [Pass(None, real)]
+    return [one for one in (sparse, exact) if np.any(one.tokens)] or all_exact
 
 
 def steps_of(config: Any, cache: Cache) -> tuple[Step, ...]:
@@ -405,11 +409,11 @@ def warm_prefill(
     chunks = chunks_of(cache, tokens, chunk, empty=True)
     cache = with_room(cache, tokens, len(chunks))
     logits: Any = None
-    for size, alone in dict.fromkeys(chunks):
+    for size, is_first in dict.fromkeys(chunks):
         count = np.full((B,), int(empty), np.int32)
         before = logits
         logits, cache = _read(
-            model, cache, np.zeros((B, size), np.int32), count, first_chunk=alone
+            model, cache, np.zeros((B, size), np.int32), count, first_chunk=is_first
         )
         if B > 1 and before is not None:
             logits = _keep_rows(count > 0, logits, before)
@@ -446,26 +450,23 @@ def prompt_programs(
         # Prompts of one chunk, which some of all lengths are, need no room.
         caches = [cache, *roomy] if tokens is None else roomy
 
-    for cache, (size, alone) in product(caches, chunks):
+    for cache, (size, is_first) in product(caches, chunks):
         chunk_tokens = np.zeros((B, size), np.int32)
         lengths = np.zeros((B,), np.int32)
+        settings = {"first_chunk": is_first}
         if not by_layer(model, cache):
-            found.append(
-                Program(
-                    _prefill_chunk,
-                    (model, cache, chunk_tokens, lengths),
-                    {"first_chunk": alone},
-                )
-            )
+            arguments = (model, cache, chunk_tokens, lengths)
+            found.append(Program(_prefill_chunk, arguments, settings))
             continue
         stored = like(cache, jax.eval_shape(lambda cache: cache.length, cache))
         begin = Program(_begin, (model, chunk_tokens, stored, lengths), {})
-        given = like(cache, begin.results())
+        x, cos, sin = like(cache, begin.results())
         found.append(begin)
-        found.append(Program(_finish, (model, given[0], lengths), {}))
+        found.append(Program(_finish, (model, x, lengths), {}))
+        layers: Any = cast(Any, model).layers
         for i in kinds_of(model, cache):
-            layer: Any = cast(Any, model).layers[i], *given, cache.layers[i], lengths
-            found.append(Program(_layer, layer, {"first_chunk": alone}))
+            of_layer = (layers[i], x, cos, sin, cache.layers[i], lengths)
+            found.append(Program(_layer, of_layer, settings))
     return found
 
 
@@ -528,14 +529,13 @@ def chunk_size(tokens: int, chunk: int | None = None, *, rows: int = 1) -> int:
     >>> [chunk_size(t, 32768) for t in (1100, 9000, 32768, 33000)]
     [1280, 10240, 32768, 20480]
     """
-    if chunk is None:
-        chunk = (
-            CPU_CHUNKS[0]
-            if jax.default_backend() == "cpu"
-            else max(GPU_CHUNKS[-1], GPU_CHUNKS[0] // rows)
-        )
+    if chunk is None and jax.default_backend() == "cpu":
+        chunk = CPU_CHUNKS[0]
+    elif chunk is None:
+        chunk = max(GPU_CHUNKS[-1], GPU_CHUNKS[0] // rows)
     chunk = require_int("chunk", chunk, at_least=2)
-    even = -(-tokens // -(-tokens // chunk))
+    chunks = math.ceil(tokens / chunk)
+    even = math.ceil(tokens / chunks)
     return min(chunk, _round_up(even))
 
 
@@ -548,8 +548,8 @@ def chunk_for(cache: Cache, tokens: int, chunk: int | None) -> int | None:
 
 
 def _round_up(size: int) -> int:
-    """A power of two up to 1024, then a multiple of a quarter of one: at most 25 % more than
-    `size`.
+    """`size`, rounded up to one of few sizes: a power of two up to 1024, then a multiple of an
+    eighth of the next one, which is at most 25 % more.
     """
     power = max(SMALLEST_CHUNK, 1 << (size - 1).bit_length())
     step = power if power <= 1024 else power // 8

@@ -211,7 +211,7 @@ def decode(
     Rows where `active` bool[B] is false emit nothing, such as the empty rows of a server's
     batch.
     """
-    check_model_cache(model, cache, _keywords(measure, None))
+    check_model_cache(model, cache, _optional_keywords(measure, None))
     model = as_model(model)
     B = cache.spec.batch
     if not has_dtype(logits, jnp.floating) or logits.ndim != 2 or logits.shape[0] != B:
@@ -232,7 +232,7 @@ def decode(
         stop_tokens=stop_tokens,
     )
     draws = Draws.of(sampling, key, B)
-    processed = _start(processors, cache, logits)
+    processed = _start_processors(processors, cache, logits)
     run = Stream(
         model,
         cache,
@@ -248,8 +248,8 @@ def decode(
     return _decode_all(run, max_new_tokens)
 
 
-def _keywords(measure: bool, draft: Draft | None) -> list[str]:
-    """Keywords of the model that only some runs need."""
+def _optional_keywords(measure: bool, draft: Draft | None) -> list[str]:
+    """Keywords that a model may lack, of which this run needs these."""
     needed = ["info"] if measure else []
     if draft is not None:
         needed.append("steps")
@@ -314,7 +314,7 @@ def stream(
     time, for a process that gives one answer: where prompts are read layer by layer, decode
     steps also run one layer at a time.
     """
-    check_model_cache(model, cache, _keywords(measure, draft))
+    check_model_cache(model, cache, _optional_keywords(measure, draft))
     model = as_model(model)
     block = require_int("block", block, at_least=1)
     tokens, lengths = pad_prompt(prompt, lengths, rows=cache.spec.batch)
@@ -364,13 +364,13 @@ def stream(
         text=None if tokenizer is None else Detokenizer(tokenizer),
         drafter=drafter,
         compile_seconds=clock.seconds,
-        processed=_start(processors, cache, logits, tokens, lengths),
+        processed=_start_processors(processors, cache, logits, tokens, lengths),
         short=short,
         log_probabilities=log_probabilities,
     )
 
 
-def _start(
+def _start_processors(
     processors: Processors,
     cache: Cache,
     logits: Any,
@@ -378,9 +378,11 @@ def _start(
     lengths: np.ndarray | None = None,
 ) -> tuple[Rules, History] | None:
     """The rules for a prompt as data; None if there are none."""
-    lengths = np.zeros(cache.spec.batch, np.int32) if lengths is None else lengths
-    start = check_processors(processors).start
-    return start(tokens, lengths, capacity=cache.spec.capacity, vocabulary=logits.shape[-1])
+    if lengths is None:
+        lengths = np.zeros(cache.spec.batch, np.int32)
+    return check_processors(processors).start(
+        tokens, lengths, capacity=cache.spec.capacity, vocabulary=logits.shape[-1]
+    )
 
 
 @contextmanager
@@ -398,17 +400,17 @@ def interrupts_wait() -> Iterator[None]:
     it. In other threads than the main one, and where SIGINT has a handler of its own, it does
     nothing.
     """
-    mine = threading.current_thread() is threading.main_thread()
-    if not mine or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    held: list[Any] = []
-    signal.signal(signal.SIGINT, lambda *what: held.append(what))
+    interrupts: list[Any] = []
+    signal.signal(signal.SIGINT, lambda *what: interrupts.append(what))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if held:
+    if interrupts:
         raise KeyboardInterrupt
 
 
@@ -757,7 +759,7 @@ def warm_up(
     """
     report = progress or (lambda *_: None)
     report(0, 2, "for the prompt")
-    check_model_cache(model, cache, _keywords(measure, draft))
+    check_model_cache(model, cache, _optional_keywords(measure, draft))
     model = as_model(model)
     prompt_tokens = require_int("warm_up(prompt_tokens=...)", prompt_tokens, at_least=1)
     max_new_tokens = require_int("max_new_tokens", max_new_tokens, at_least=1)
@@ -767,18 +769,19 @@ def warm_up(
             "warm_up consumes an empty cache, and this one holds tokens; make another one like it for warm_up"
         )
     B = cache.spec.batch
-    one = np.ones((B,), np.int32)
     drafter = None
     if draft is not None:
         prompt = np.zeros((B, prompt_tokens), np.int32)
-        # a self-draft decides by the length whether it drafts; others read the prompt, too
-        read = one * prompt_tokens if isinstance(draft, SelfDraft) else one
-        drafter = check_drafter(draft, draft.start(model, cache, prompt, read, max_new_tokens))
+        # A self-draft decides by the length whether it drafts; others read the prompt, too.
+        length = prompt_tokens if isinstance(draft, SelfDraft) else 1
+        lengths = np.full((B,), length, np.int32)
+        started = draft.start(model, cache, prompt, lengths, max_new_tokens)
+        drafter = check_drafter(draft, started)
     logits, cache = warm_prefill(model, cache, prompt_tokens, chunk=chunk)
     report(1, 2, "for decode steps")
     draws = _draws_of_any_key(sampling, B)
     stop = stop_array(stop_tokens)
-    processed = _start(processors, cache, logits)
+    processed = _start_processors(processors, cache, logits)
     run = Stream(
         model,
         cache,
@@ -817,14 +820,12 @@ def abstract_cache(empty: Callable[[], Cache]) -> Cache | None:
 
     None if programs depend on more of them, as on where arrays in host memory are.
     """
-    made = jax.make_jaxpr(empty, return_shape=True)()
-    kinds: list[Any] = [aval for aval in made[0].out_avals]
-    if any(
-        aval.memory_space == jax.memory.Space.Host or not isinstance(aval.dtype, np.dtype)
-        for aval in kinds
-    ):
-        return None
-    return jax.tree.map(zeros_like, made[1])
+    program, shapes = jax.make_jaxpr(empty, return_shape=True)()
+    for aval in program.out_avals:
+        kind: Any = aval
+        if kind.memory_space == jax.memory.Space.Host or not isinstance(kind.dtype, np.dtype):
+            return None
+    return jax.tree.map(zeros_like, shapes)
 
 
 @on_auto_axes
@@ -861,7 +862,7 @@ def compile_ahead(
         rows = cache.spec.batch
         logits: Any = jax.device_put(np.zeros((rows, V), np.float32))
         draws = _draws_of_any_key(sampling, rows)
-        processed = _start(processors, cache, logits)
+        processed = _start_processors(processors, cache, logits)
         stop = stop_array(stop_tokens)
         run = Stream(
             model,

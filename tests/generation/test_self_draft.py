@@ -179,7 +179,7 @@ def test_a_row_whose_drafts_are_wrong_drafts_less() -> None:
 
     def length(right: float, price: float) -> int:
         found = drafter(np.full(2, right), np.full(2, 15.0), price)
-        return int(found.length(jnp.ones(2, bool)))
+        return int(found.best_length(jnp.ones(2, bool)))
 
     assert length(0.0, 0.25) == 0
     assert 0 < length(10.0, 0.25) < length(14.9, 0.25) == 6
@@ -210,8 +210,8 @@ def test_the_row_that_is_right_least_often_never_lengthens_a_draft(
     """All rows draft the same number of tokens: with it, no more than without it."""
     found = drafter(20 * np.array(rates), np.full(len(rates), 20.0), price)
     others = np.arange(len(rates)) != int(np.argmin(rates))
-    alone = int(found.length(jnp.asarray(others)))
-    together = int(found.length(jnp.ones(len(rates), bool)))
+    alone = int(found.best_length(jnp.asarray(others)))
+    together = int(found.best_length(jnp.ones(len(rates), bool)))
     # where two lengths pay equally, rounding decides
     assert together <= alone or min(rates) > sorted(rates)[1] - 1e-3
 
@@ -230,7 +230,7 @@ def test_drafts_are_never_much_slower_than_full_attention(rate: float, price: fl
         def round_of(carry: Any, right: jax.Array) -> tuple[Any, None]:
             state, tokens, time = carry
             now = start.with_state(state)
-            length = now.length(active)
+            length = now.best_length(active)
             good = jnp.cumprod(right & (jnp.arange(6) < length)).sum()
             after = now.accept(jnp.zeros((1, 7), jnp.int32), 1 + good[None], length[None])
             drafting = draft_length.VERIFICATION * (1 + length.astype(jnp.float32) * price)
