@@ -197,7 +197,7 @@ def _is_in_both(path: Path) -> bool:
     """False if one half has all tests of a file, so that the other need not import it."""
     if path.name in ("test_devices.py", "test_goldens.py"):
         return True
-    return any(part in path.read_text() for part in PARTED)
+    return any(part in path.read_text(encoding="utf-8") for part in PARTED)
 
 
 ORDER = {"test_devices.py": 0, "test_readme.py": 0, "test_goldens.py": 2}
@@ -241,7 +241,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         left_out = half == 2 or config.getoption("--quick")
     elif inside.startswith(KERNELS):
         left_out = half == 1
-    elif half and collection_path.is_file() and not _is_in_both(collection_path):
+    elif half and collection_path.suffix == ".py" and not _is_in_both(collection_path):
         left_out = half != _half_by_name(f"{TESTS.name}/{inside}")
     else:
         left_out = False
