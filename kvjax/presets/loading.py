@@ -169,8 +169,7 @@ def _run_file(path: Path, label: str) -> ModuleType:
             # Compiled here: bytecode on disk would be taken for a file that changed within a second.
             exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
     except (Exception, SystemExit) as error:  # a script may end in sys.exit()
-        for one in (name, *beside):
-            sys.modules.pop(one, None)
+        sys.modules.pop(name, None)
         raise ValueError(f"{label}: {path.name} raised {_brief(error, path)}") from error
     times |= _times(file for one in beside.values() if (file := _file_of(one)) is not None)
     _runs[path] = _Run(module, beside, times)
@@ -201,26 +200,43 @@ def _file_of(module: ModuleType) -> Path | None:
 @contextmanager
 def _imported_anew(folder: Path) -> Iterator[dict[str, ModuleType]]:
     """In the block, modules that files imported from their folders are imported anew. Yields
-    those that it imports from `folder`, by name, which are known after it.
+    those that it imports from `folder`, by name, which are known after it. Modules of other files
+    that it has no own for can be imported again after the block, and all of them if it fails.
     """
+    taken: dict[str, ModuleType] = {}
     for run in _runs.values():
         for name, module in run.beside.items():
             if sys.modules.get(name) is module:
-                del sys.modules[name]
+                taken[name] = sys.modules.pop(name)
     before = set(sys.modules)
     found: dict[str, ModuleType] = {}
     try:
         yield found
-    finally:
-        for name in sys.modules.keys() - before:
-            place = folder / name.replace(".", "/")
-            # Installed packages may be below the folder, and known ones go on to import their own.
-            own = _file_of(sys.modules[name]) in (
-                place.with_suffix(".py"),
-                place / "__init__.py",
-            )
-            if own and name.partition(".")[0] not in before:
-                found[name] = sys.modules[name]
+    except BaseException:
+        for name in _beside(folder, before):
+            del sys.modules[name]
+        sys.modules.update(taken)
+        raise
+    found |= _beside(folder, before)
+    packages = {name.partition(".")[0] for name in found}
+    for name, module in taken.items():
+        if name.partition(".")[0] not in packages:
+            sys.modules.setdefault(name, module)
+
+
+def _beside(folder: Path, before: set[str]) -> dict[str, ModuleType]:
+    """Modules and packages of `folder`, by name, but those of names and packages in `before`."""
+    found = {}
+    for name in sys.modules.keys() - before:
+        module = sys.modules[name]
+        place = folder / name.replace(".", "/")
+        # Installed packages may be below the folder, and known ones go on to import their own. A
+        # package without __init__.py has no file.
+        is_file = _file_of(module) == place.with_suffix(".py")
+        is_package = str(place) in list(getattr(module, "__path__", ()))
+        if (is_file or is_package) and name.partition(".")[0] not in before:
+            found[name] = module
+    return found
 
 
 @contextmanager

@@ -250,6 +250,36 @@ def test_files_of_two_folders_import_what_is_beside_them(folder: Path) -> None:
     del sys.modules["shared"]
 
 
+def test_a_file_imports_what_is_beside_it_later_too(folder: Path) -> None:
+    """In a function, after another file was run, and after one that failed."""
+    (folder / "helper.py").write_text("budget = 64\n")
+    text = "\ndef policy(budget=64):\n    from helper import budget\n    return mine(budget)\n"
+    (folder / "mine.py").write_text(MINE + "import helper\n" + text)
+    assert budget_of("mine.py") == 64
+    (folder / "other.py").write_text(MINE + "policy = mine(32)\n")
+    assert budget_of("other.py") == 32
+    assert budget_of("mine.py") == 64
+    (folder / "fails.py").write_text("import helper\nhelper.missing\n")
+    with pytest.raises(ValueError, match=r"fails\.py raised AttributeError on line 2"):
+        presets.parse("fails.py:policy")
+    assert budget_of("mine.py") == 64
+    del sys.modules["helper"]
+
+
+def test_a_folder_of_modules_is_imported_anew_when_one_changes(folder: Path) -> None:
+    """Also one without `__init__.py`, which is a package without a file."""
+    (folder / "parts").mkdir()
+    (folder / "mine.py").write_text(
+        MINE + "import parts.sub\npolicy = mine(parts.sub.budget)\n"
+    )
+    for budget in (64, 65, 66):
+        (folder / "parts" / "sub.py").write_text(f"budget = {budget}\n")
+        os.utime(folder / "parts" / "sub.py", ns=(budget, budget))
+        assert budget_of("mine.py") == budget
+    for name in ("parts", "parts.sub"):
+        del sys.modules[name]
+
+
 def test_a_package_below_the_folder_is_imported_once(folder: Path) -> None:
     """As in a project with its environment in it."""
     packages = folder / "env" / "packages"
