@@ -293,6 +293,10 @@ MISTAKES: dict[str, tuple[Any, str]] = {
         "Mine.reads_store is a method, and must be True or False",
     ),
     # ----------------------------------------------------------------------------------------------------- stores
+    "a store with a method for a value": (
+        lambda: storing(changed(Rounded, lossless=lambda self: False)),
+        "Mine.lossless is a method, and must be a value; write @property above it",
+    ),
     "a store of no page": (
         lambda: kvjax.Retrieval(selector=MeanKey(), store=changed(Rounded, page=0), budget=32),
         "Mine.page must be at least 1, got 0",
@@ -400,6 +404,10 @@ MISTAKES: dict[str, tuple[Any, str]] = {
         r"Mine.score_all does not take what a kvjax.Evictor is called with \(missing a required argument: "
         r"'position'\); give it the parameters \(tokens\)",
     ),
+    "an evictor with a method for a value": (
+        lambda: evicting(changed(KeyNorm, keeps_newest=lambda self: False)),
+        "Mine.keeps_newest is a method, and must be a value; write @property above it",
+    ),
     "an evictor that remembers a text": (
         lambda: evicting(changed(KeyNorm, remembers=lambda self, head_dim: "all")),
         r"Mine.remembers\(...\) must be an integer, got 'all'",
@@ -420,6 +428,10 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     "a demotion whose places take one number": (
         lambda: demoting(changed(Halves, place=lambda self, slot: slot)),
         r"Mine.place does not take .*; give it the parameters \(flushes, slot\)",
+    ),
+    "a demotion with a method for a flag": (
+        lambda: demoting(changed(Halves, ordered=lambda self: False)),
+        "Mine.ordered is a method, and must be True or False",
     ),
     "a demotion that fails": (
         lambda: demoting(changed(Halves, staying=lambda self, local: np.arange(local // 0))),

@@ -129,7 +129,7 @@ def _check_value(part: Any) -> None:
 
 def _check_attributes(part: Any) -> None:
     """Raises ValueError unless verbs, also those that no cache is made with, take what their
-    base's are called with, and flags are bools: a method in place of one would count as true.
+    base's are called with, and flags are values: a method in place of one would count as true.
     """
     bases = [base for base in BASES if isinstance(part, base)]
     for name in dir(bases[0]) if bases else ():
@@ -141,6 +141,10 @@ def _check_attributes(part: Any) -> None:
         elif isinstance(own, bool) and not isinstance(getattr(part, name), bool):
             raise ValueError(
                 f"{type(part).__name__}.{name} is {short_repr(getattr(part, name))}, and must be True or False"
+            )
+        elif isinstance(own, property) and isfunction(getattr_static(type(part), name)):
+            raise ValueError(
+                f"{type(part).__name__}.{name} is a method, and must be a value; write @property above it"
             )
 
 
@@ -352,6 +356,10 @@ def _check_demotion(demote: Demotion, local: int) -> None:
     name = type(demote).__name__
     for verb in ("slots", "leaving", "staying", "place"):
         _check_parameters(demote, verb, Demotion)
+    if not isinstance(demote.ordered, bool):
+        raise ValueError(
+            f"{name}.ordered is {short_repr(demote.ordered)}, and must be True or False"
+        )
     chunk = require_int(f"{name}.leave", demote.leave, at_least=1)
     slots = require_int(
         f"{name}.slots({local})", _asked(demote, "slots", local), at_least=chunk
