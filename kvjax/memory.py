@@ -124,7 +124,7 @@ def shapes(make: Callable[[], Any]) -> Any:
     `make` is traced, not run: nothing is allocated.
     """
     traced = jax.jit(make).trace()
-    device = _default_device()
+    device = default_device()
 
     def shape(aval: Any) -> jax.ShapeDtypeStruct:
         kind = "pinned_host" if aval.memory_space == jax.memory.Space.Host else None
@@ -154,7 +154,7 @@ def typed(sharding: Any) -> Any:
     return _on_one(device, sharding.memory_kind)
 
 
-def _default_device() -> jax.Device:
+def default_device() -> jax.Device:
     config: Any = jax.config
     chosen = config.jax_default_device  # a device, the name of a platform, or None
     return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
@@ -238,7 +238,7 @@ def making_on(places: set[frozenset[jax.Device]]) -> Iterator[None]:
     is not the default.
     """
     home = next(iter(places)) if len(places) == 1 else frozenset[jax.Device]()
-    if len(home) != 1 or _default_device() in home:
+    if len(home) != 1 or default_device() in home:
         yield
         return
     with jax.default_device(*home):
@@ -249,7 +249,7 @@ def has_host_memory() -> bool:
     """True if the default device reads pinned host memory. CPU (where it is only a name), GPU
     and TPU backends do.
     """
-    return any(kind.kind == "pinned_host" for kind in _default_device().addressable_memories())
+    return any(kind.kind == "pinned_host" for kind in default_device().addressable_memories())
 
 
 class Bytes(NamedTuple):

@@ -34,7 +34,7 @@ from kvjax.generation.processors import Processors
 from kvjax.generation.prompt_inputs import check_fit
 from kvjax.generation.sampling import Sampling, requested_sampling, row_keys
 from kvjax.generation.text import Detokenizer
-from kvjax.memory import free_bytes
+from kvjax.memory import free_bytes, making_on, places_of
 from kvjax.policies import PerLayer, Policy
 from kvjax.sharding.placement import Placement
 from kvjax.spec import require_int, round_capacity
@@ -297,7 +297,10 @@ class Checkpoint:
             name = cache if isinstance(cache, str) else "the policy"
             presets.check_reaches(policies, self.config.attention_layers, name)
         spec = self.model.spec(batch=batch, capacity=capacity, dtype=dtype)
-        made = kvjax.init(policies, spec, layers=self.config.layers, placement=self.placement)
+        with making_on(places_of(self.model)):
+            made = kvjax.init(
+                policies, spec, layers=self.config.layers, placement=self.placement
+            )
         self.config.check_cache(made)
         return made
 

@@ -10,7 +10,7 @@ import jax
 
 from kvjax import presets
 from kvjax.cache.cache import Cache, init
-from kvjax.memory import in_units, nbytes
+from kvjax.memory import default_device, in_units, making_on, nbytes, places_of
 from kvjax.serve.keeping import is_out_of_memory
 from kvjax.spec import require_int
 
@@ -26,10 +26,11 @@ def cache_of_checkpoint(
             "Engine(checkpoint) needs slots=..., the rows of its cache, and capacity=... of a row"
         )
     rows = require_int("slots", slots, at_least=1)
-    return allocated(
-        f"slots={slots} of capacity={capacity}",
-        lambda: checkpoint.init_cache(policy, batch=rows, capacity=capacity),
-    )
+    with making_on(places_of(checkpoint.model)):
+        return allocated(
+            f"slots={slots} of capacity={capacity}",
+            lambda: checkpoint.init_cache(policy, batch=rows, capacity=capacity),
+        )
 
 
 def cache_of_model(model: Any, policy: Any, slots: int | None, capacity: int | None) -> Cache:
@@ -48,9 +49,10 @@ def cache_of_model(model: Any, policy: Any, slots: int | None, capacity: int | N
     policies = presets.parse(policy) if isinstance(policy, str) else policy
     rows = require_int("slots", slots, at_least=1)
     spec = model.spec(batch=rows, capacity=capacity)
-    return allocated(
-        f"slots={slots} of capacity={capacity}", lambda: init(policies, spec, layers=layers)
-    )
+    with making_on(places_of(model)):
+        return allocated(
+            f"slots={slots} of capacity={capacity}", lambda: init(policies, spec, layers=layers)
+        )
 
 
 def allocated(what: str, make: Callable[[], T]) -> T:
@@ -74,8 +76,8 @@ def allocated(what: str, make: Callable[[], T]) -> T:
 
 
 def memory_bytes() -> int:
-    """Bytes of memory that the first device has, whoever uses them."""
-    stats = jax.local_devices()[0].memory_stats() or {}
+    """Bytes of memory that the default device has, whoever uses them."""
+    stats = default_device().memory_stats() or {}
     if "bytes_limit" in stats:
         return int(stats["bytes_limit"])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

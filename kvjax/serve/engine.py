@@ -91,6 +91,7 @@ from kvjax.serve.slots import (
     all_finite,
     can_truncate,
     capacities,
+    committed,
     first_tokens,
     long_rows,
     splits_rows,
@@ -260,10 +261,10 @@ class Engine:
             cache = cache_of_model(model, cache, slots, capacity)
         check_alive("Engine", cache)
         check_model_cache(model, cache)
-        check_devices(model, cache)
-        cache = prefilling.with_model(model, cache)
-        self._places = places_of(cache)
         self._model = as_model(model)
+        check_devices(self._model, cache)
+        cache = _moved_to_model(self._model, cache)
+        self._places = places_of(committed(cache))
         self._flat_model: Any = Flat.of(self._model)  # for decode steps
         if np.any(on_host(cache.length)):
             raise ValueError(
@@ -1099,6 +1100,17 @@ def _with_prefixes(cache: Cache, tokens: int, prefixes: int, sharers: int | None
 def _with_small_slots(cache: Cache, small_slots: Mapping[int, int]) -> Cache:
     """`cache` with more rows of smaller capacities."""
     return allocated(f"small_slots={small_slots}", lambda: with_small_slots(cache, small_slots))
+
+
+def _moved_to_model(model: Any, cache: Cache) -> Cache:
+    """`cache` on the device of the model. Arrays that move are gone where they were, as those of
+    a cache that stays are once the engine has it.
+    """
+    moved = prefilling.with_model(model, cache)
+    for old, new in zip(jax.tree.leaves(cache), jax.tree.leaves(moved), strict=True):
+        if old.sharding.device_set != new.sharding.device_set:
+            old.delete()
+    return moved
 
 
 def _drafter(model: Any, cache: Cache, speculate: str | SelfDraft) -> Drafter:

@@ -5,9 +5,11 @@ device.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -62,6 +64,49 @@ def test_an_engine_runs_on_the_device_of_its_cache(
     with jax.default_device(third):
         wanted = run(caches.pop())
     assert run(caches.pop()) == wanted
+
+
+def call(model: Decoder, *args: Any, **named: Any) -> Any:
+    return model(*args, **named)
+
+
+def test_engines_of_all_kinds_run_on_a_device_that_is_not_the_default(alone: Decoder) -> None:
+    """A function with the weights bound, arrays of which none was put on a device, and a cache in
+    host memory that the engine makes where the model is.
+    """
+    third = jax.devices()[3]
+    prompts = [list(range(1, n)) for n in (20, 7)]
+    there = jax.device_put(alone, third)
+
+    def cache_of(model: Decoder, method: str = SELECTING) -> kvjax.Cache:
+        policies = kvjax.presets.parse(method)
+        return kvjax.init(policies, model.spec(batch=2, capacity=64), layers=1)
+
+    def answers(engine: kvjax.Engine) -> list[list[int]]:
+        sent = [engine.submit(prompt, max_new_tokens=5)[0] for prompt in prompts]
+        engine.run()
+        assert [request.error for request in sent] == [None, None]
+        return [request.tokens for request in sent]
+
+    wanted = answers(kvjax.Engine(alone, cache_of(alone), block=4))
+    assert answers(kvjax.Engine(partial(call, there), cache_of(there), block=4)) == wanted
+    with jax.default_device(third):
+        made = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(jax.device_get(alone))
+        engine = kvjax.Engine(made, cache_of(made), block=4)
+    assert not jax.tree.leaves(made)[0].committed
+    assert answers(engine) == wanted
+
+    hosted = answers(kvjax.Engine(alone, cache_of(alone, HOSTED), block=4))
+    made_there = kvjax.Engine(there, HOSTED, slots=2, capacity=64, block=4)
+    assert answers(made_there) == hosted
+
+
+def test_a_cache_that_moved_to_the_model_is_that_of_one_engine(alone: Decoder) -> None:
+    model = jax.device_put(alone, jax.devices()[3])
+    cache = kvjax.init(kvjax.Full(), model.spec(batch=1, capacity=64), layers=1)
+    kvjax.Engine(model, cache)
+    with pytest.raises(ValueError, match="donated"):
+        kvjax.Engine(model, cache)
 
 
 @pytest.mark.parametrize(
