@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from importlib.util import find_spec
@@ -633,7 +634,7 @@ MISSING = {
 
 
 def _path(verb: str, directory: Any) -> Path:
-    if not isinstance(directory, str | Path):
+    if not isinstance(directory, str | os.PathLike):
         raise ValueError(
             f"{verb}(directory=...) must be the path of a checkpoint's directory, got {short_repr(directory)}"
         )

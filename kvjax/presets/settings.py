@@ -105,7 +105,7 @@ def windowed(policies: Policy | PerLayer, windows: Sequence[int | None]) -> PerL
             "windowed(policies=...) takes a policy, or those of a preset whose layers select for themselves, got "
             f"{short_repr(policies)}"
         )
-    if not windows:
+    if len(windows) == 0:
         raise ValueError(
             "windowed(windows=...) needs one for each layer of the model, such as (128, None), got none"
         )
