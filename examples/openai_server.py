@@ -624,8 +624,10 @@ def main(arguments: list[str] | None = None) -> None:
         app = app_of_options(loaded, given)
     except (OSError, ValueError) as error:
         parser.error(str(error))
+    config = uvicorn.Config(app, host=given.host, port=given.port, log_level="warning")
+    socket = config.bind_socket()  # which ends the program in a sentence if the port is taken
     print(f"serving at http://{given.host}:{given.port}/v1", file=sys.stderr)
-    uvicorn.run(app, host=given.host, port=given.port, log_level="warning")
+    uvicorn.Server(config).run(sockets=[socket])
 
 
 if __name__ == "__main__":
