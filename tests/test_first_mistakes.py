@@ -835,9 +835,9 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: warm_up(model(), running().cache, 3, max_new_tokens=2),
         "warm_up consumes an empty cache, and this one holds tokens; make another one",
     ),
-    "rows of several lengths to prefill": (
-        lambda: prefill(model(), cache(), [[1, 2], [3]]),
-        r"tokens must be one array of integers \[B, T\], and these rows have several lengths; pad them",
+    "rows of several lengths to prefill, and their lengths": (
+        lambda: prefill(model(), cache(), [[1, 2], [3]], lengths=[2, 1]),
+        r"tokens must be one array of integers \[B, T\], and these rows have several lengths; leave lengths",
     ),
     "one list of tokens for a prompt": (
         lambda: kvjax.generate(model(), cache(), [1, 2], max_new_tokens=2),  # type: ignore[list-item]

@@ -276,8 +276,8 @@ def _checked_prompt(
             prompt = np.asarray(tokens)
         except (TypeError, ValueError):
             raise ValueError(
-                "tokens must be one array of integers [B, T], and these rows have several lengths; pad them on the "
-                "right and give lengths=..., or pass them to kvjax.generate as they are"
+                "tokens must be one array of integers [B, T], and these rows have several lengths; leave "
+                "lengths=... out, which a list says itself, or pad them on the right"
             ) from None
     if prompt.ndim != 2 or prompt.shape[0] != cache.spec.batch or prompt.shape[1] == 0:
         raise ValueError(

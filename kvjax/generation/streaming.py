@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -611,7 +612,7 @@ class Stream(Iterator[Any]):
 
         To go on after Ctrl-C, call it inside of `interrupts_wait`.
         """
-        steps = require_int("advance(steps=...)", steps, at_least=0)
+        steps = require_int("advance(steps=...)", steps, at_least=0, at_most=sys.maxsize)
         return self._advance_all(steps, single_steps=steps == 1)
 
     @on_auto_axes
