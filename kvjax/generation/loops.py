@@ -405,9 +405,8 @@ def decode_by_layer(
     layers = list(cache.layers)
     ends = by.model.ends
     s, kinds = _begin_by_layer(cache, logits, active, measure)
-    running: list[
-        Any
-    ] = []  # of each step that the device may still work on, the rows taking it
+    # Of each step that the device may still work on, the rows that take it.
+    running: list[Any] = []
     for i in range(int(np.max(inputs.limit))):
         # Draw the next token of each row and embed it.
         brief = dataclasses.replace(cache, layers=tuple(layers[kind] for kind in kinds))

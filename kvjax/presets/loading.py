@@ -163,7 +163,6 @@ def _run_file(path: Path, label: str) -> ModuleType:
     assert spec is not None, path
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    beside: dict[str, ModuleType] = {}
     try:
         with _imported_anew(path.parent) as beside, _importable(path.parent):
             # Compiled here: bytecode on disk would be taken for a file that changed within a second.
