@@ -46,9 +46,8 @@ from kvjax.cli.terminal import Timeline, bar, bars, collect_garbage, say, write,
 
 # Tokens between two looks of the host at the answer.
 JSON_BLOCK = 16  # --json does not stream
-TEXT_BLOCK = (
-    4  # on a GPU, where the host then calls programs ahead; 4 steps take some milliseconds
-)
+# On a GPU, where the host then calls programs ahead; 4 steps take some milliseconds.
+TEXT_BLOCK = 4
 SLOTS = 8  # prompts of --prompts that are answered at the same time
 
 
