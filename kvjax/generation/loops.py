@@ -405,7 +405,7 @@ def decode_by_layer(
     layers = list(cache.layers)
     ends = by.model.ends
     s, kinds = _begin_by_layer(cache, logits, active, measure)
-    # Of each step that the device may still work on, the rows that take it.
+    # The rows that take each step that the device may still work on.
     running: list[Any] = []
     for i in range(int(np.max(inputs.limit))):
         # Draw the next token of each row and embed it.
